@@ -1,0 +1,236 @@
+"""ForwardContext: one step's batch as tensors. Layers receive it as an argument; there is no global one.
+
+Knows the storage rules of sequence.py but no model. Rows of the forward pass are ordered: first the *short*
+sequences (one committed token and its drafts), by slot, so that neighbouring tails and states are views;
+then the *chunks* (more than one committed token), each computed on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from netra_backend.batch import Batch, ScheduledSequence
+from netra_backend.sequence import PAGE_SIZE
+
+
+@dataclass(slots=True)
+class PageWork:
+    """Sealed pages of the short sequences: each page is read once, for the sequence that owns it.
+
+    first, last: the pages are the view pages[first:last], or first = -1 and they are gathered by `page_ids`.
+    owner [num_pages]: short sequence that reads the page. gather [num_seqs, 1 + max_pages]: where a
+    sequence's tail and its pages stand when all tails, then all pages are in a row; `absent` marks padding.
+    tables: each sequence's page ids in order; segments: the same as bounded groups of views or indices, worked
+    out by the first layer that reads pages so.
+    """
+
+    first: int
+    last: int
+    page_ids: torch.Tensor
+    owner: torch.Tensor
+    gather: torch.Tensor
+    absent: torch.Tensor
+    tables: list[list[int]]
+    segments: list[list[slice | torch.Tensor]] | None = None
+
+
+@dataclass(slots=True)
+class ShortRows:
+    """All short sequences, padded to `width` = the largest 1 + drafts. Tensors are int64 on the device.
+
+    rows [num_seqs, width]: row of the forward pass (padding repeats the last one); padding [num_seqs, width].
+    flat [num_rows]: where each real row stands in the padded order. slots [num_seqs], and the same as a
+    range if they are neighbours. write_slots, write_rows [num_rows]: tail row of each token.
+    tail_mask [num_seqs, 1, width, num_tail_rows]: 0 or -inf; None if all see everything.
+    num_replay [num_seqs]: records to absorb before this step. tail_index: row numbers of write_slots and
+    write_rows in a layer's tails, worked out by the first layer for the others.
+    """
+
+    num_seqs: int
+    width: int
+    num_rows: int
+    rows: torch.Tensor
+    padding: torch.Tensor | None
+    flat: torch.Tensor
+    slots: torch.Tensor
+    slot_range: tuple[int, int] | None
+    write_slots: torch.Tensor
+    write_rows: torch.Tensor
+    num_tail_rows: int
+    tail_mask: torch.Tensor | None
+    pages: PageWork | None
+    num_replay: torch.Tensor
+    max_replay: int
+    tail_index: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class ChunkRows:
+    """One chunk: rows [start, stop) of the forward pass; sealed pages and tail rows before it."""
+
+    start: int
+    stop: int
+    slot: int
+    num_tail: int
+    num_computed: int
+    num_replay: int
+    page_ids: torch.Tensor
+    seal_page_ids: torch.Tensor
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """token_ids, positions [num_tokens]; the two groups; logit_rows [num_logits] in the items' order."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    short: ShortRows | None
+    chunks: list[ChunkRows]
+    logit_rows: torch.Tensor
+
+
+def build_context(
+    batch: Batch, device: torch.device
+) -> tuple[ForwardContext, list[ScheduledSequence]]:
+    """The step's tensors, and the batch's items in the order of their rows and logits."""
+    short = sorted((i for i in batch.scheduled if not i.is_chunk), key=lambda item: item.seq.slot)
+    chunks = [item for item in batch.scheduled if item.is_chunk]
+    ordered = short + chunks
+    token_ids: list[int] = []
+    positions: list[int] = []
+    logit_rows: list[int] = []
+    starts: list[int] = []
+    for item in ordered:
+        seq, start = item.seq, item.seq.num_computed_tokens
+        starts.append(len(token_ids))
+        committed = item.num_scheduled_tokens - len(item.draft_token_ids)
+        token_ids += seq.token_ids[start : start + committed]
+        token_ids += item.draft_token_ids
+        positions += range(start, start + item.num_scheduled_tokens)
+        logit_rows += range(len(token_ids) - item.num_logits, len(token_ids))
+    context = ForwardContext(
+        token_ids=_int_tensor(token_ids, device),
+        positions=_int_tensor(positions, device),
+        short=_short_rows(short, device) if short else None,
+        chunks=[
+            _chunk_rows(item, start, device)
+            for item, start in zip(chunks, starts[len(short) :], strict=True)
+        ],
+        logit_rows=_int_tensor(logit_rows, device),
+    )
+    return context, ordered
+
+
+def _int_tensor(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _chunk_rows(item: ScheduledSequence, start: int, device: torch.device) -> ChunkRows:
+    seq = item.seq
+    return ChunkRows(
+        start=start,
+        stop=start + item.num_scheduled_tokens,
+        slot=seq.slot,
+        num_tail=seq.num_tail_tokens,
+        num_computed=seq.num_computed_tokens,
+        num_replay=seq.num_replay_tokens,
+        page_ids=_int_tensor(seq.block_table, device),
+        seal_page_ids=_int_tensor(item.seal_block_ids, device),
+    )
+
+
+def _short_rows(items: list[ScheduledSequence], device: torch.device) -> ShortRows:
+    counts = [item.num_scheduled_tokens for item in items]
+    width = max(counts)
+    slots = [item.seq.slot for item in items]
+    tails = [item.seq.num_tail_tokens - PAGE_SIZE * len(item.seal_block_ids) for item in items]
+    rows: list[list[int]] = []
+    flat: list[int] = []
+    write_slots: list[int] = []
+    write_rows: list[int] = []
+    start = 0
+    for index, (count, slot, tail) in enumerate(zip(counts, slots, tails, strict=True)):
+        rows.append([start + min(j, count - 1) for j in range(width)])
+        flat += range(index * width, index * width + count)
+        write_slots += [slot] * count
+        write_rows += range(tail, tail + count)
+        start += count
+    num_tail_rows = max(tail + count for tail, count in zip(tails, counts, strict=True))
+    replay = [item.seq.num_replay_tokens for item in items]
+    is_range = slots == list(range(slots[0], slots[0] + len(slots)))
+    return ShortRows(
+        num_seqs=len(items),
+        width=width,
+        num_rows=start,
+        rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        padding=_padding(counts, width, device),
+        flat=_int_tensor(flat, device),
+        slots=_int_tensor(slots, device),
+        slot_range=(slots[0], slots[0] + len(slots)) if is_range else None,
+        write_slots=_int_tensor(write_slots, device),
+        write_rows=_int_tensor(write_rows, device),
+        num_tail_rows=num_tail_rows,
+        tail_mask=_tail_mask(tails, width, num_tail_rows, device),
+        pages=_page_work([item.seq.block_table + item.seal_block_ids for item in items], device),
+        num_replay=_int_tensor(replay, device),
+        max_replay=max(replay),
+    )
+
+
+def _padding(counts: list[int], width: int, device: torch.device) -> torch.Tensor | None:
+    if min(counts) == width:
+        return None
+    lengths = _int_tensor(counts, device)
+    return torch.arange(width, device=device) >= lengths[:, None]
+
+
+def _tail_mask(
+    tails: list[int], width: int, num_rows: int, device: torch.device
+) -> torch.Tensor | None:
+    """Row j of a sequence sees its tail, its own token and the j before: columns <= tail + j."""
+    if width == 1 and min(tails) + 1 == num_rows:
+        return None
+    last = _int_tensor(tails, device)[:, None] + torch.arange(width, device=device)
+    hidden = torch.arange(num_rows, device=device) > last[:, :, None]
+    mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+    return mask[:, None]
+
+
+def _page_work(tables: list[list[int]], device: torch.device) -> PageWork | None:
+    """Read pages in place where they lie close together (a view), else gather them.
+
+    A page shared by two sequences, or a range that is more than half foreign, is gathered.
+    """
+    total = sum(map(len, tables))
+    if total == 0:
+        return None
+    owners = [(page, index) for index, table in enumerate(tables) for page in table]
+    page_ids = [page for page, _ in owners]
+    first, last = min(page_ids), max(page_ids) + 1
+    in_place = last - first <= 2 * total and len(set(page_ids)) == total
+    position = {page: page - first for page in page_ids} if in_place else {}
+    owner = [0] * (last - first) if in_place else [index for _, index in owners]
+    if in_place:
+        for page, index in owners:
+            owner[page - first] = index
+    longest = max(map(len, tables))
+    gather, absent, taken = [], [], len(tables)
+    for index, table in enumerate(tables):
+        if in_place:
+            places = [len(tables) + position[page] for page in table]
+        else:
+            places = list(range(taken, taken + len(table)))
+        taken += len(table)
+        gather.append([index, *places] + [0] * (longest - len(table)))
+        absent.append([False] * (1 + len(table)) + [True] * (longest - len(table)))
+    return PageWork(
+        first=first if in_place else -1,
+        last=last,
+        page_ids=_int_tensor(page_ids, device),
+        owner=_int_tensor(owner, device),
+        gather=torch.tensor(gather, dtype=torch.int64, device=device),
+        absent=torch.tensor(absent, device=device),
+        tables=tables,
+    )

@@ -1,0 +1,196 @@
+"""Attention over sealed pages and tails in torch: what a CPU runs for paged_attention.
+
+Sealed history precedes every query of the step, so it needs no causal mask, and the query heads of a KV head
+are stacked as rows. History and tail are attended separately and merged by their log-sum-exp. The codec knows
+what pages hold; a context is read in bounded groups of pages and never expanded or copied as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from netra_backend.cache.codecs import Codec
+from netra_backend.cache.kv_cache import LayerCache
+from netra_backend.forward_context import ChunkRows, ForwardContext, PageWork, ShortRows
+from netra_backend.sequence import PAGE_SIZE
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+_SEGMENT_ELEMENTS = 2**20
+"""Keys and values of a group of pages; as float32 that is 4 MiB of temporary memory at most."""
+
+_MIN_JOINED_PAGES = 8
+"""Pages per sequence from which a call per sequence beats one over all pages (int8, head size 64, 3 KV heads)."""
+
+
+def paged_attention(
+    q: torch.Tensor, kv: torch.Tensor, context: ForwardContext, cache: LayerCache
+) -> torch.Tensor:
+    """Causal attention of this step's tokens over everything before them; stores their K and V.
+
+    q [num_tokens, num_heads, head_dim]; kv [num_tokens, 2 * num_kv_heads, head_dim], keys and then values;
+    returns q's shape. Scale head_dim ** -0.5.
+    """
+    short = context.short
+    if short is not None and not context.chunks:
+        return _short_attention(q, kv, short, cache)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if short is not None:
+        n = short.num_rows
+        out[:n] = _short_attention(q[:n], kv[:n], short, cache)
+    for chunk in context.chunks:
+        rows = slice(chunk.start, chunk.stop)
+        out[rows] = _chunk_attention(q[rows], kv[rows], chunk, cache)
+    return out
+
+
+def _short_attention(
+    q: torch.Tensor, kv: torch.Tensor, short: ShortRows, cache: LayerCache
+) -> torch.Tensor:
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = kv.shape[1] // 2
+    cache.append(short, kv)
+    padded = q if short.padding is None else q[short.rows.flatten()]
+    # [num_seqs, num_kv_heads, group * width, head_dim]: the rows of one KV head together
+    rows = (
+        padded.view(short.num_seqs, short.width, num_kv_heads, -1, head_dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(short.num_seqs, num_kv_heads, -1, head_dim)
+    )
+    tails = (
+        cache.tails[slice(*short.slot_range)] if short.slot_range else cache.tails[short.slots]
+    )[:, :, :, : short.num_tail_rows]
+    mask = short.tail_mask
+    if mask is not None and num_heads != num_kv_heads:
+        mask = mask.repeat(1, 1, num_heads // num_kv_heads, 1)
+    out, lse = _flash(rows, tails[:, 0], tails[:, 1], attn_mask=mask)
+    if short.pages is not None:
+        out = _with_history(rows, out, lse, short.pages, cache)
+    out = (
+        out.view(short.num_seqs, num_kv_heads, -1, short.width, head_dim)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(-1, num_heads, head_dim)
+    )
+    return out if short.padding is None else out[short.flat]
+
+
+def _with_history(
+    rows: torch.Tensor,
+    tail_out: torch.Tensor,
+    tail_lse: torch.Tensor,
+    work: PageWork,
+    cache: LayerCache,
+) -> torch.Tensor:
+    """Attention to pages merged with the tails' by log-sum-exp.
+
+    Few long sequences are read one after the other; otherwise each page by itself, for its owner's rows.
+    """
+    codec = cache.codec
+    queries = codec.queries(rows)
+    if codec.joins_pages and len(work.page_ids) >= _MIN_JOINED_PAGES * len(rows):
+        out, lse = _each_sequence(queries, work, cache)
+        return merge(codec.restore(out).to(rows.dtype), lse, tail_out, tail_lse)
+    view = slice(work.first, work.last) if work.first >= 0 else work.page_ids
+    page_out, page_lse = codec.attend(queries[work.owner], cache.pages[view].unsqueeze(1))
+    if len(rows) == 1 and len(page_lse) == work.gather.shape[1] - 1:
+        weights = torch.softmax(torch.cat((tail_lse, page_lse)), 0).unsqueeze(-1)
+        history = (page_out * weights[1:]).sum(0, keepdim=True)
+        return torch.addcmul(codec.restore(history).to(rows.dtype), tail_out, weights[:1])
+    # [num_seqs, 1 + max_pages, num_kv_heads, rows]; padding points at a tail and has weight 0
+    lse = torch.cat((tail_lse, page_lse))[work.gather]
+    lse.masked_fill_(work.absent[:, :, None, None], float("-inf"))
+    weights = torch.softmax(lse, 1).unsqueeze(-1)
+    parts = torch.cat((tail_out, page_out))[work.gather[:, 1:]]
+    history = codec.restore((parts * weights[:, 1:]).sum(1)).to(rows.dtype)
+    return history.addcmul_(tail_out, weights[:, 0])
+
+
+def _each_sequence(
+    queries: torch.Tensor, work: PageWork, cache: LayerCache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each sequence's rows to its pages; log-sum-exp -inf where there are none."""
+    if work.segments is None:
+        size = _segment_pages(queries)
+        work.segments = [_segments(table, size, queries.device) for table in work.tables]
+    out = torch.zeros_like(queries)
+    lse = out.new_full(out.shape[:3], float("-inf"))
+    for index, segments in enumerate(work.segments):
+        if segments:
+            item = slice(index, index + 1)
+            parts = (cache.pages[segment] for segment in segments)
+            out[item], lse[item] = attend_groups(cache.codec, queries[item], parts)
+    return out, lse
+
+
+def _segment_pages(queries: torch.Tensor) -> int:
+    return max(1, _SEGMENT_ELEMENTS // (2 * queries.shape[1] * PAGE_SIZE * queries.shape[-1]))
+
+
+def _segments(table: list[int], size: int, device: torch.device) -> list[slice | torch.Tensor]:
+    """Groups of at most `size` pages: a slice where they lie in a row, else their indices."""
+    segments: list[slice | torch.Tensor] = []
+    for start in range(0, len(table), size):
+        ids = table[start : start + size]
+        in_a_row = ids == list(range(ids[0], ids[0] + len(ids)))
+        segments.append(
+            slice(ids[0], ids[0] + len(ids)) if in_a_row else torch.tensor(ids, device=device)
+        )
+    return segments
+
+
+def attend_groups(
+    codec: Codec, queries: torch.Tensor, groups: Iterable[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one sequence's `queries` [1, num_kv_heads, num_rows, head_dim] to groups of its pages, one
+    after the other; out and log-sum-exp as codec.attend returns them.
+    """
+    parts = (codec.attend(queries, pages.unsqueeze(0)) for pages in groups)
+    out, lse = next(parts)
+    for part_out, part_lse in parts:
+        out = merge(out, lse, part_out, part_lse)
+        lse = torch.logaddexp(lse, part_lse)
+    return out, lse
+
+
+def merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> torch.Tensor:
+    """Attention over the union of two disjoint key sets from each one's output [..., rows, head_dim] and
+    log-sum-exp [..., rows].
+    """
+    weight = torch.sigmoid(lse_b - lse_a).unsqueeze(-1).to(out_a.dtype)
+    return torch.lerp(out_a, out_b, weight)
+
+
+def _chunk_attention(
+    q: torch.Tensor, kv: torch.Tensor, chunk: ChunkRows, cache: LayerCache
+) -> torch.Tensor:
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = kv.shape[1] // 2
+    keys, values = kv.transpose(0, 1).split(num_kv_heads)
+    group = num_heads // num_kv_heads
+    queries = q.transpose(0, 1)[None]
+    out, lse = _flash(
+        queries,
+        keys.repeat_interleave(group, 0)[None],
+        values.repeat_interleave(group, 0)[None],
+        is_causal=True,
+    )
+    stacked = queries.reshape(1, num_kv_heads, -1, head_dim)
+    shape = (out.shape, lse.shape)
+    if len(chunk.page_ids):
+        codec, rows = cache.codec, cache.codec.queries(stacked)
+        groups = (cache.pages[ids] for ids in chunk.page_ids.split(_segment_pages(stacked)))
+        past, past_lse = attend_groups(codec, rows, groups)
+        past = codec.restore(past).to(q.dtype).reshape(shape[0])
+        past_lse = past_lse.reshape(shape[1])
+        out, lse = merge(past, past_lse, out, lse), torch.logaddexp(past_lse, lse)
+    if chunk.num_tail:
+        tail = cache.tails[chunk.slot, :, :, : chunk.num_tail]
+        past, past_lse = _flash(stacked, tail[0][None], tail[1][None])
+        out = merge(past.reshape(shape[0]), past_lse.reshape(shape[1]), out, lse)
+        keys, values = torch.cat((tail[0], keys), 1), torch.cat((tail[1], values), 1)
+    cache.seal_chunk(chunk, keys, values)
+    return out[0].transpose(0, 1)

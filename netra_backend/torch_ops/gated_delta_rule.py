@@ -1,0 +1,94 @@
+"""The gated delta rule in torch: what a CPU runs for Gated DeltaNet layers.
+
+Per value head, with state S [key_dim, value_dim] (Yang et al., "Gated Delta Networks", arXiv 2412.06464):
+    S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
+Two forms: token by token for a few tokens (the same operations whether a token is computed or replayed, so a
+replayed state equals the computed one bit for bit), and chunks of 64 for prompts. Everything is float32.
+Keys and queries arrive normalised and scaled; neither form knows about convolutions or slots.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK = 64
+
+
+def recurrent_step(
+    state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> None:
+    """Absorb one token into `state` [batch, heads, key_dim, value_dim] in place.
+
+    k [batch, heads, key_dim], v [batch, heads, value_dim], g and beta [batch, heads]. A token with g = 0
+    and beta = 0 leaves the state as it was, which is how padding is expressed.
+    """
+    state.mul_(g.exp()[..., None, None])
+    delta = (v - torch.matmul(k.unsqueeze(-2), state).squeeze(-2)) * beta.unsqueeze(-1)
+    state.addcmul_(k.unsqueeze(-1), delta.unsqueeze(-2))
+
+
+def recurrent(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+) -> torch.Tensor:
+    """Run tokens one by one; `state` is changed in place. Returns [batch, num_tokens, heads, value_dim].
+
+    q, k [batch, num_tokens, heads, key_dim], v [batch, num_tokens, heads, value_dim], g, beta
+    [batch, num_tokens, heads].
+    """
+    out = torch.empty_like(v)
+    for t in range(q.shape[1]):
+        recurrent_step(state, k[:, t], v[:, t], g[:, t], beta[:, t])
+        out[:, t] = torch.matmul(q[:, t].unsqueeze(-2), state).squeeze(-2)
+    return out
+
+
+def chunked(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+) -> torch.Tensor:
+    """The same for one sequence and many tokens; `state` [heads, key_dim, value_dim] is changed in place.
+
+    q, k [num_tokens, heads, key_dim], v [num_tokens, heads, value_dim], g, beta [num_tokens, heads].
+    Within a chunk the deltas solve (I + A) d = beta (v - exp(G) S^T k) with A strictly lower triangular,
+    A_ij = beta_i exp(G_i - G_j) k_i.k_j and G the running sum of g. The system is solved by substitution:
+    the product form of the inverse is exact on paper and loses everything on correlated keys.
+    """
+    num_tokens, heads, value_dim = v.shape
+    q, k, v = (_split(x) for x in (q, k, v))
+    g, beta = _split(g.unsqueeze(-1)).cumsum(-2), _split(beta.unsqueeze(-1))
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril_()
+    decay = torch.where(lower, g - g.transpose(-1, -2), -torch.inf).exp_()
+    keys_t = k.transpose(-1, -2)
+    weighted = k * beta
+    system = ((weighted @ keys_t) * decay).tril_(-1)
+    from_start = g.exp()
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat((v * beta, weighted * from_start), -1), upper=False, unitriangular=True
+    )
+    new_values, old_keys = solved.split((value_dim, k.shape[-1]), -1)
+    scores = (q @ keys_t) * decay
+    q_start = q * from_start
+    k_end_t = (k * (g[..., -1:, :] - g).exp()).transpose(-1, -2)
+    chunk_decay = from_start[..., -1:, :]
+    out = torch.empty_like(v)
+    for i in range(v.shape[0]):
+        deltas = new_values[i] - old_keys[i] @ state
+        out[i] = q_start[i] @ state + scores[i] @ deltas
+        state.mul_(chunk_decay[i]).add_(k_end_t[i] @ deltas)
+    return out.transpose(1, 2).reshape(-1, heads, value_dim)[:num_tokens]
+
+
+def _split(x: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, heads, dim] -> [num_chunks, heads, CHUNK, dim], padded with zeros (no effect on S)."""
+    padding = -x.shape[0] % CHUNK
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding))
+    return x.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2)
