@@ -26,6 +26,8 @@ class ScheduledSequence:
     own K/V; a step that is no chunk fills them from the tail before anything else.
     num_logits: rows to sample from, the last ones: 0 inside a prompt, else 1 + len(drafts).
     num_wanted_drafts: drafts to propose for the step after this one.
+    checkpoints: (number of tokens, checkpoint id): copy the recurrent state as it is once that many of the
+    chunk's tokens (of the records, if it is no chunk) are absorbed.
     """
 
     seq: Sequence
@@ -35,14 +37,19 @@ class ScheduledSequence:
     seal_block_ids: list[int] = field(default_factory=list)
     num_logits: int = 0
     num_wanted_drafts: int = 0
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Batch:
-    """What this step runs, and which sequences are gone since the last one (their sampler state may go)."""
+    """What this step runs, and which sequences are gone since the last one (their sampler state may go).
+
+    restored: (checkpoint id, slot): states to copy into slots before anything else.
+    """
 
     scheduled: list[ScheduledSequence]
     freed_seq_ids: list[int] = field(default_factory=list)
+    restored: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

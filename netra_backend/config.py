@@ -46,7 +46,10 @@ class EngineConfig:
     kv_cache_memory: str = "0.5"
     state_dtype: str = "float32"
     allow_fp8_without_qk_norm: bool = False
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
+    prefix_checkpoint_interval: int = 2048
+    num_prefix_checkpoints: int = 0
+    prefix_checkpoint_dtype: str = "float32"
 
     speculation: str = "none"
     num_draft_tokens: int = 0
@@ -91,6 +94,11 @@ class EngineConfig:
             ("state_dtype", self.state_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
             ("speculation", self.speculation in _SPECULATIONS, " or ".join(_SPECULATIONS)),
             ("num_draft_tokens", 0 <= self.num_draft_tokens <= 16, "0 (choose for me) to 16"),
+            ("prefix_checkpoint_interval",
+             self.prefix_checkpoint_interval >= 64 and self.prefix_checkpoint_interval % 64 == 0,
+             "a multiple of 64"),
+            ("num_prefix_checkpoints", self.num_prefix_checkpoints >= 0, "0 (four per running request) or a count"),
+            ("prefix_checkpoint_dtype", self.prefix_checkpoint_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
             ("max_queued_requests", self.max_queued_requests >= 0, "0 (no limit) or a count"),
             ("max_queued_tokens", self.max_queued_tokens >= 0, "0 (no limit) or a token count"),
             ("request_timeout_seconds", self.request_timeout_seconds >= 0, "0 (none) or seconds"),

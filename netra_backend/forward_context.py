@@ -7,7 +7,7 @@ then the *chunks* (more than one committed token), each computed on its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -46,6 +46,7 @@ class ShortRows:
     tail_mask [num_seqs, 1, width, num_tail_rows]: 0 or -inf; None if all see everything.
     num_replay [num_seqs]: records to absorb before this step. tail_index: row numbers of write_slots and
     write_rows in a layer's tails, worked out by the first layer for the others.
+    checkpoints: (sequence, records absorbed, checkpoint id) where the recurrent state is to be copied.
     """
 
     num_seqs: int
@@ -64,11 +65,15 @@ class ShortRows:
     num_replay: torch.Tensor
     max_replay: int
     tail_index: torch.Tensor | None = None
+    checkpoints: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class ChunkRows:
-    """One chunk: rows [start, stop) of the forward pass; sealed pages and tail rows before it."""
+    """One chunk: rows [start, stop) of the forward pass; sealed pages and tail rows before it.
+
+    checkpoints: (rows absorbed, checkpoint id) where the recurrent state is to be copied, ascending.
+    """
 
     start: int
     stop: int
@@ -78,6 +83,7 @@ class ChunkRows:
     num_replay: int
     page_ids: torch.Tensor
     seal_page_ids: torch.Tensor
+    checkpoints: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -113,7 +119,7 @@ def build_context(
     context = ForwardContext(
         token_ids=_int_tensor(token_ids, device),
         positions=_int_tensor(positions, device),
-        short=_short_rows(short, device) if short else None,
+        short=_scheduled_rows(short, device) if short else None,
         chunks=[
             _chunk_rows(item, start, device)
             for item, start in zip(chunks, starts[len(short) :], strict=True)
@@ -138,14 +144,63 @@ def _chunk_rows(item: ScheduledSequence, start: int, device: torch.device) -> Ch
         num_replay=seq.num_replay_tokens,
         page_ids=_int_tensor(seq.block_table, device),
         seal_page_ids=_int_tensor(item.seal_block_ids, device),
+        checkpoints=item.checkpoints,
     )
 
 
-def _short_rows(items: list[ScheduledSequence], device: torch.device) -> ShortRows:
-    counts = [item.num_scheduled_tokens for item in items]
+def _scheduled_rows(items: list[ScheduledSequence], device: torch.device) -> ShortRows:
+    rows = _short_rows(
+        slots=[item.seq.slot for item in items],
+        tails=[item.seq.num_tail_tokens - PAGE_SIZE * len(item.seal_block_ids) for item in items],
+        counts=[item.num_scheduled_tokens for item in items],
+        replay=[item.seq.num_replay_tokens for item in items],
+        pages=draft_pages(items, device),
+        device=device,
+    )
+    rows.checkpoints = [
+        (index, *checkpoint) for index, item in enumerate(items) for checkpoint in item.checkpoints
+    ]
+    return rows
+
+
+def draft_context(
+    items: list[ScheduledSequence],
+    positions: list[int],
+    token_ids: torch.Tensor,
+    pages: PageWork | None,
+) -> ForwardContext:
+    """One row per item behind what its step computed: for a draft model that runs ahead in the tails.
+
+    items: by slot. positions: of the rows, counted from 0. pages: the items' sealed ones (`draft_pages`).
+    """
+    device = token_ids.device
+    sealed = [len(item.seq.block_table) + len(item.seal_block_ids) for item in items]
+    short = _short_rows(
+        slots=[item.seq.slot for item in items],
+        tails=[at - count * PAGE_SIZE for at, count in zip(positions, sealed, strict=True)],
+        counts=[1] * len(items),
+        replay=[0] * len(items),
+        pages=pages,
+        device=device,
+    )
+    none = _int_tensor([], device)
+    return ForwardContext(token_ids, _int_tensor(positions, device), short, [], none)
+
+
+def draft_pages(items: list[ScheduledSequence], device: torch.device) -> PageWork | None:
+    """The pages of `items` once the step has sealed its own."""
+    return _page_work([item.seq.block_table + item.seal_block_ids for item in items], device)
+
+
+def _short_rows(
+    slots: list[int],
+    tails: list[int],
+    counts: list[int],
+    replay: list[int],
+    pages: PageWork | None,
+    device: torch.device,
+) -> ShortRows:
     width = max(counts)
-    slots = [item.seq.slot for item in items]
-    tails = [item.seq.num_tail_tokens - PAGE_SIZE * len(item.seal_block_ids) for item in items]
     rows: list[list[int]] = []
     flat: list[int] = []
     write_slots: list[int] = []
@@ -158,10 +213,9 @@ def _short_rows(items: list[ScheduledSequence], device: torch.device) -> ShortRo
         write_rows += range(tail, tail + count)
         start += count
     num_tail_rows = max(tail + count for tail, count in zip(tails, counts, strict=True))
-    replay = [item.seq.num_replay_tokens for item in items]
     is_range = slots == list(range(slots[0], slots[0] + len(slots)))
     return ShortRows(
-        num_seqs=len(items),
+        num_seqs=len(slots),
         width=width,
         num_rows=start,
         rows=torch.tensor(rows, dtype=torch.int64, device=device),
@@ -173,7 +227,7 @@ def _short_rows(items: list[ScheduledSequence], device: torch.device) -> ShortRo
         write_rows=_int_tensor(write_rows, device),
         num_tail_rows=num_tail_rows,
         tail_mask=_tail_mask(tails, width, num_tail_rows, device),
-        pages=_page_work([item.seq.block_table + item.seal_block_ids for item in items], device),
+        pages=pages,
         num_replay=_int_tensor(replay, device),
         max_replay=max(replay),
     )

@@ -102,6 +102,13 @@ def bits_per_value(codec: str, model: ModelConfig, element_bytes: int) -> float:
     return 8 * layer_page_bytes(codec, model, element_bytes) / values
 
 
+def draft_codec(codec: str) -> str:
+    """The codec for a draft model's layers beside `codec`: never below 8 bits, for drafts are the first to
+    suffer (kv-cache.md 2: public figures of acceptance with coarse draft caches).
+    """
+    return "int8" if codec in ("k8v4", "int4") else codec
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """What a token's keys and values take: codec and unquantised tail of the model's attention layers, and of

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,24 +22,38 @@ from netra_backend.cache.state_pool import StatePool
 from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.errors import ConfigError
 from netra_backend.forward_context import build_context
-from netra_backend.memory_plan import KVLayout, MemoryPlan, plan_memory, slot_layout, tail_rows
+from netra_backend.memory_plan import (
+    KVLayout,
+    MemoryPlan,
+    draft_codec,
+    plan_memory,
+    slot_layout,
+    tail_rows,
+)
+from netra_backend.models.qwen3_5_moe import Qwen35Moe
 from netra_backend.models.registry import load_model
 from netra_backend.sampler import Sampler
+from netra_backend.spec.mtp import MtpProposer, has_mtp, load_mtp_head
+from netra_backend.spec.ngram import NgramProposer
+from netra_backend.spec.proposer import Proposer
 
-MAX_DRAFT_TOKENS = 0
+_DEFAULT_DRAFTS = {"ngram": 8, "mtp": 4}
+
+_CHECKPOINTS_PER_SEQUENCE = 4
+"""A running conversation keeps its prompt's end and its answer's newest page; the others are history."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step whose results are there already: what `launch` returns on a CPU."""
+class DeferredStep:
+    """A step that runs when it is waited for: on a CPU, what comes before `wait` would only be late."""
 
-    output: StepOutput
+    compute: Callable[[], StepOutput]
 
     def wait(self) -> StepOutput:
-        """The step's output."""
-        return self.output
+        """Run the step."""
+        return self.compute()
 
 
 class ModelRunner:
@@ -52,7 +68,13 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.model_config = ModelConfig.from_file(checkpoint / "config.json")
         self._model = load_model(checkpoint, self.model_config, dtype, self._device)
+        method = _draft_method(config, checkpoint, self.model_config, self._device)
+        self.max_draft_tokens = (
+            0 if method == "none" else config.num_draft_tokens or _DEFAULT_DRAFTS[method]
+        )
+        self.has_draft_cache = method == "mtp"
         state_dtype = _DTYPES[config.state_dtype]
+        codec = choose_codec(config, self.model_config, self._device)
         self.plan: MemoryPlan = plan_memory(
             self.model_config,
             budget_bytes=config.kv_cache_bytes(_available_bytes(self._device)),
@@ -60,36 +82,72 @@ class ModelRunner:
             max_model_len=config.max_model_len,
             element_bytes=dtype.itemsize,
             state_element_bytes=state_dtype.itemsize,
-            max_draft_tokens=MAX_DRAFT_TOKENS,
+            max_draft_tokens=self.max_draft_tokens,
+            num_checkpoints=self._num_checkpoints(config),
+            checkpoint_element_bytes=_DTYPES[config.prefix_checkpoint_dtype].itemsize,
             kv=KVLayout(
-                choose_codec(config, self.model_config, self._device), tail_rows(MAX_DRAFT_TOKENS)
+                codec,
+                # Verified drafts, and behind them those that a draft layer runs ahead.
+                tail_rows(2 * self.max_draft_tokens),
+                num_draft_layers=int(self.has_draft_cache),
+                draft_codec=draft_codec(codec),
             ),
         )
-        layout = slot_layout(self.model_config, MAX_DRAFT_TOKENS)
+        layout = slot_layout(self.model_config, self.max_draft_tokens)
         self._cache = KVCache(self.model_config, self.plan, dtype, self._device)
         self._states = StatePool(
-            self.model_config, self.plan, layout, dtype, state_dtype, self._device
+            self.model_config,
+            self.plan,
+            layout,
+            dtype,
+            state_dtype,
+            _DTYPES[config.prefix_checkpoint_dtype],
+            self._device,
         )
         self._sampler = Sampler(self.model_config.vocab_size, eos_token_ids, self._device)
+        self.proposer: Proposer | None = None
+        if method == "ngram":
+            self.proposer = NgramProposer()
+        elif method == "mtp":
+            assert isinstance(self._model, Qwen35Moe)
+            head = load_mtp_head(checkpoint, self.model_config, self._model, dtype, self._device)
+            self.proposer = MtpProposer(head, self._model, self._cache.draft_layers[0])
+
+    def _num_checkpoints(self, config: EngineConfig) -> int:
+        if not config.enable_prefix_caching or not self.model_config.num_linear_layers:
+            return 0
+        return config.num_prefix_checkpoints or _CHECKPOINTS_PER_SEQUENCE * config.max_num_seqs
+
+    def launch(self, batch: Batch) -> DeferredStep:
+        """Begin a step. Sequences are read, never changed."""
+        return DeferredStep(partial(self._run, batch))
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> FinishedStep:
-        """Run one step. Sequences are read, never changed."""
+    def _run(self, batch: Batch) -> StepOutput:
         started = time.perf_counter()
         self._sampler.free(batch.freed_seq_ids)
-        self._prepare_storage(batch.scheduled)
+        self._prepare_storage(batch)
         context, ordered = build_context(batch, self._device)
         hidden = self._model.forward(context, self._cache, self._states)
         results = self._sample(hidden, context.logit_rows, ordered)
+        if self.proposer is not None:
+            self.proposer.free(batch.freed_seq_ids)
+            drafts = self.proposer.propose(ordered, results, context, hidden)
+            for result, token_ids in zip(results, drafts, strict=True):
+                result.draft_token_ids = token_ids
         by_id = {item.seq.seq_id: out for item, out in zip(ordered, results, strict=True)}
         outputs = [by_id[item.seq.seq_id] for item in batch.scheduled]
-        return FinishedStep(StepOutput(outputs, time.perf_counter() - started))
+        return StepOutput(outputs, time.perf_counter() - started)
 
-    def _prepare_storage(self, items: list[ScheduledSequence]) -> None:
-        """Zero states of sequences that start, and seal the tails that are full."""
+    def _prepare_storage(self, batch: Batch) -> None:
+        """Zero or restore the states of sequences that start, and seal the tails that are full."""
+        items = batch.scheduled
         fresh = [item.seq.slot for item in items if item.seq.num_computed_tokens == 0]
         if fresh:
             self._states.reset(fresh)
+        if batch.restored:
+            ids, targets = zip(*batch.restored, strict=True)
+            self._states.restore(list(ids), list(targets))
         sealing = [item for item in items if not item.is_chunk and item.seal_block_ids]
         if sealing:
             slots = [item.seq.slot for item in sealing]
@@ -101,6 +159,14 @@ class ModelRunner:
         if len(logit_rows) == 0:
             return [SequenceOutput() for _ in items]
         return self._sampler.sample(self._model.logits(hidden[logit_rows]), items)
+
+
+def _draft_method(
+    config: EngineConfig, checkpoint: Path, model: ModelConfig, device: torch.device
+) -> str:
+    if config.speculation != "auto":
+        return config.speculation
+    return "mtp" if has_mtp(checkpoint, model, device) else "ngram"
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -91,6 +91,7 @@ class Request:
 
     `deadline` is on the engine's clock in seconds (None: no limit). `priority`: lower is served first.
     `bad_word_ids` are `params.bad_words` in tokens, each possible spelling a tuple.
+    Only requests with equal `cache_salt` share prefixes.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class Request:
     deadline: float | None = None
     priority: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -39,6 +39,7 @@ class Sequence:
     """Live state of one request. `token_ids` = prompt, then every committed output token.
 
     The answer ends when `token_ids` holds `max_num_tokens`, or with a token of `end_token_ids`.
+    `page_keys` are chained hashes of the first pages, as far as they were asked for.
     """
 
     seq_id: int
@@ -54,6 +55,7 @@ class Sequence:
     num_replay_tokens: int = 0
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
     slot: int = -1
     draft_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0

@@ -48,7 +48,33 @@ def make_random_qwen(directory: Path, seed: int = 0) -> Path:
         for name, parameter in model.named_parameters():
             _set_parameter(name, parameter)
     model.save_pretrained(directory)
+    _stack_experts(directory / "model.safetensors")
     _write_tokenizer(directory)
+    return directory
+
+
+def make_random_mtp(directory: Path, seed: int = 0) -> Path:
+    """make_random_qwen with an MTP layer (`mtp.*`), stacked like the others."""
+    make_random_qwen(directory, seed)
+    torch.manual_seed(seed + 1)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    layer = {
+        name.replace("model.layers.3.", "mtp.layers.0."): torch.empty_like(tensor)
+        for name, tensor in tensors.items()
+        if name.startswith("model.layers.3.")
+    }
+    hidden = tensors["model.norm.weight"].shape[0]
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        layer[f"mtp.{name}.weight"] = torch.zeros(hidden)
+    layer["mtp.fc.weight"] = torch.empty(hidden, 2 * hidden)
+    for name, tensor in layer.items():
+        if "norm" in name:
+            tensor.zero_()
+        _set_parameter(name, tensor)
+    save_file(tensors | layer, path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
     return directory
 
 
@@ -118,6 +144,26 @@ def _set_parameter(name: str, parameter: torch.Tensor) -> None:
         fan_in = parameter.shape[-1]
         gain = _SHARPNESS if "lm_head" in name else 1.0
         parameter.copy_(gain * torch.randn_like(parameter) / math.sqrt(fan_in))
+
+
+def _stack_experts(path: Path) -> None:
+    """Turn transformers' per-expert tensors into the stacked layout of published 16-bit checkpoints."""
+    tensors = load_file(path)
+    prefixes = sorted({n.split(".experts.")[0] for n in tensors if ".experts." in n})
+    for prefix in prefixes:
+        stacks: dict[str, list[torch.Tensor]] = {"gate_up_proj": [], "down_proj": []}
+        for expert in range(
+            sum(f"{prefix}.experts.{i}.up_proj.weight" in tensors for i in range(64))
+        ):
+            name = f"{prefix}.experts.{expert}"
+            gate, up, down = (
+                tensors.pop(f"{name}.{p}_proj.weight") for p in ("gate", "up", "down")
+            )
+            stacks["gate_up_proj"].append(torch.cat((gate, up)))
+            stacks["down_proj"].append(down)
+        for part, stack in stacks.items():
+            tensors[f"{prefix}.experts.{part}"] = torch.stack(stack)
+    save_file(tensors, path)
 
 
 def _split_experts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -8,6 +8,7 @@ do (prompt chunks), a bounded group of pages is expanded once for torch's flash 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,12 @@ LIMIT = 6e4
 """Keys and values are clamped to this, and NaN to 0, before they are coded: float16 scales stay finite."""
 
 _MIN_SCALE = 1e-6
-_SCRATCH_ELEMENTS = 2**18
+_SCRATCH_ELEMENTS = 3 * 2**16
 """Codes become float32 in a buffer of 1 MiB: from 4 MiB on the conversion is 2-6 times slower, and 64 KiB
 drown in calls (int8, head size 64: 4.2-4.9 Gelement/s at 0.4-1.6 MB, 2.1 at 3 MB, 0.8 at 25 MB, one thread)."""
+
+_TEMPORARY_ELEMENTS = 2**20
+"""Float32 elements, 4 MiB, that one call may hold for the scores or the expanded pages of an item."""
 
 _MANY_ROWS = 64
 """Query rows of a KV head from which expanding a group of pages beats folding scales (1,536 rows, head size
@@ -85,6 +89,10 @@ class PlainCodec:
         """Outputs of `attend`, merged or not, in the model's basis."""
         return out
 
+    def group_pages(self, num_rows: int) -> int:
+        """Pages that one item of `attend` should have at most."""
+        return max(1, _TEMPORARY_ELEMENTS // math.prod(self.page_shape))
+
     def attend(self, q: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See QuantizedCodec.attend; pages [num_items, count, 2, num_kv_heads, PAGE_SIZE, head_dim]."""
         keys, values = (pages[:, :, part].transpose(1, 2).flatten(2, 3) for part in (0, 1))
@@ -94,20 +102,22 @@ class PlainCodec:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Views into pages [num_items, count, page_bytes], each [num_items, count, num_kv_heads, ...]: code bytes
-    [PAGE_SIZE, bytes of a token], scales and minima float16 (empty where the format has none).
+    """Keys or values of pages [num_items, count, page_bytes]: their format, and views [num_items, count,
+    num_kv_heads, ...] of code bytes [PAGE_SIZE, bytes of a token], scales and minima (float16; empty where
+    the format has none).
     """
 
+    form: CodeFormat
     codes: torch.Tensor
     scales: torch.Tensor
     minima: torch.Tensor
 
 
 class QuantizedCodec:
-    """Pages uint8 [..., page_bytes] in a PageLayout. Not for two threads at once: it owns a scratch buffer.
+    """Pages uint8 [..., page_bytes] in a PageLayout. Not for two threads at once: it owns scratch buffers.
 
-    Four-bit codes are read in the order of their bytes (first all low nibbles, then all high ones); queries
-    and outputs are permuted instead, which costs nothing.
+    Codes are read as planes: one of all channels, or with 4 bits one of the low and one of the high nibbles.
+    Queries and outputs are permuted to that order instead of the codes, which costs nothing.
     """
 
     joins_pages = True
@@ -116,55 +126,55 @@ class QuantizedCodec:
         self.layout = layout
         self.page_shape = (layout.page_bytes,)
         self.dtype = torch.uint8
-        self._softmax_scale = layout.head_dim**-0.5
-        head = layout.num_kv_heads * PAGE_SIZE * layout.head_dim
-        self._group = max(1, _SCRATCH_ELEMENTS // head)
-        self._scratch = torch.empty(self._group * head, dtype=torch.float32, device=device)
-        self._nibbles = torch.empty(self._group * head // 2, dtype=torch.uint8, device=device)
-        order = _nibble_order(layout.head_dim).to(device)
-        self._key_order = order if layout.key.code_bits == 4 else None
-        rotation = hadamard(torch.eye(layout.head_dim, device=device))
-        self._rotation = rotation
-        self._restoring = (
-            rotation if layout.value.is_rotated else torch.eye(layout.head_dim, device=device)
-        )
+        dim = layout.head_dim
+        page = layout.num_kv_heads * PAGE_SIZE * dim
+        self._group = max(1, _SCRATCH_ELEMENTS // page)
+        self._scratch = torch.empty(self._group * page, dtype=torch.float32, device=device)
+        self._raw = torch.empty(2 * self._group * page, dtype=torch.uint8, device=device)
+        order = _nibble_order(dim).to(device)
+        self._key_order = order if layout.key.code_bits == 4 else torch.arange(dim, device=device)
+        self._rotation = hadamard(torch.eye(dim, device=device))
+        self._key_factor = dim**-0.5 * _unit(layout.key)
+        restoring = self._rotation if layout.value.is_rotated else torch.eye(dim, device=device)
         if layout.value.code_bits == 4:
-            self._restoring = self._restoring[order]
+            restoring = restoring[order]
+        self._restoring = restoring * _unit(layout.value)
 
     def seal(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Pages uint8 [..., page_bytes] of keys and values [..., num_kv_heads, PAGE_SIZE, head_dim]."""
-        layout = self.layout
-        lead = keys.shape[:-3]
-        pages = torch.empty(*lead, layout.page_bytes, dtype=torch.uint8, device=keys.device)
-        flat = pages.view(-1, 1, layout.page_bytes)
-        for part, rows, form in zip(
-            self._parts(flat), (keys, values), (layout.key, layout.value), strict=True
-        ):
-            _encode(rows.reshape(-1, 1, *rows.shape[-3:]), form, part)
+        size = self.layout.page_bytes
+        pages = torch.empty(*keys.shape[:-3], size, dtype=torch.uint8, device=keys.device)
+        for part, rows in zip(self._parts(pages.view(-1, 1, size)), (keys, values), strict=True):
+            _encode(rows.reshape(-1, 1, *rows.shape[-3:]), part)
         return pages
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """Queries as `attend` wants them: float32, scaled, in the basis and order of the key codes."""
-        q = q.float() * self._softmax_scale
+        q = q.float() * self._key_factor
         if self.layout.key.is_rotated:
             return q @ self._rotation
-        return q if self._key_order is None else q[..., self._key_order]
+        return q[..., self._key_order]
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
         """Outputs of `attend`, merged or not, in the model's basis."""
         return out @ self._restoring
 
+    def group_pages(self, num_rows: int) -> int:
+        """Pages that one item of `attend` should have at most: bounds its scores, or its expanded pages."""
+        width = num_rows if num_rows < _MANY_ROWS else 2 * self.layout.head_dim
+        return max(1, _TEMPORARY_ELEMENTS // (self.layout.num_kv_heads * PAGE_SIZE * width))
+
     def attend(self, q: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of q [num_items, num_kv_heads, num_rows, head_dim] (from `queries`) to all tokens of its
-        item's pages [num_items, count, page_bytes].
+        item's pages [num_items, count, page_bytes]; either num_items or count is 1.
 
         Returns out of q's shape, to be passed to `restore`, and the log-sum-exp of the scores
-        [num_items, num_kv_heads, num_rows], both float32. Temporary memory grows with pages.shape[1], not
-        with the context; a caller passes a bounded group.
+        [num_items, num_kv_heads, num_rows], both float32.
         """
         keys, values = self._parts(pages)
         if q.shape[2] >= _MANY_ROWS:
-            return self._attend_expanded(q, keys, values)
+            out, lse = _flash(q, self._expand(keys), self._expand(values), scale=1.0)
+            return out, lse
         scores = self._scores(q, keys)
         top = scores.amax(-1, keepdim=True)
         weights = scores.sub_(top).exp_()
@@ -177,7 +187,7 @@ class QuantizedCodec:
         in the bases of `queries` and `restore`.
         """
         keys, values = self._parts(pages)
-        return self._expand(keys, self.layout.key), self._expand(values, self.layout.value)
+        return self._expand(keys), self._expand(values)
 
     def _parts(self, pages: torch.Tensor) -> tuple[_Part, _Part]:
         layout = self.layout
@@ -186,106 +196,123 @@ class QuantizedCodec:
         k_codes, v_codes, *halves = (
             blocks[..., start:end] for start, end in zip(starts, layout.ends, strict=True)
         )
-        ks, km, vs, vm = (half.view(torch.float16) for half in halves)
         k_codes, v_codes = (codes.unflatten(-1, (PAGE_SIZE, -1)) for codes in (k_codes, v_codes))
-        return _Part(k_codes, ks, km), _Part(v_codes, vs, vm)
-
-    def _groups(self, num_items: int, count: int) -> list[tuple[slice, slice]]:
-        """Slices of items and of their pages that fill the scratch buffer: several items with one page each,
-        or several pages of one item.
-        """
-        size = self._group
-        if count == 1:
-            return [
-                (slice(i, min(i + size, num_items)), slice(0, 1)) for i in range(0, num_items, size)
-            ]
-        return [
-            (slice(i, i + 1), slice(c, min(c + size, count)))
-            for i in range(num_items)
-            for c in range(0, count, size)
-        ]
+        ks, km, vs, vm = (half.view(torch.float16) for half in halves)
+        return _Part(layout.key, k_codes, ks, km), _Part(layout.value, v_codes, vs, vm)
 
     def _scores(self, q: torch.Tensor, keys: _Part) -> torch.Tensor:
-        """[num_items, num_kv_heads, num_rows, count * PAGE_SIZE]."""
-        form = self.layout.key
-        num_items, count, heads = keys.codes.shape[:3]
-        scores = q.new_empty(num_items, heads, q.shape[2], count, PAGE_SIZE)
-        for items, part in self._groups(num_items, count):
-            codes = self._to_float(keys.codes[items, part], form)
-            rows = q[items]
-            if form.scale_per == "channel":
-                scale, low = (
-                    x[items, part].float()[..., self._key_order].transpose(1, 2)
-                    for x in (keys.scales, keys.minima)
-                )
-                scaled = rows.unsqueeze(2) * scale.unsqueeze(3)
-                products = scaled @ codes.transpose(-1, -2) + (
-                    rows @ low.transpose(-1, -2)
-                ).transpose(-1, -2).unsqueeze(-1)
-                scores[items, :, :, part] = products.transpose(2, 3)
-            else:
-                scores[items, :, :, part] = (
-                    rows @ codes.flatten(2, 3).transpose(-1, -2)
-                ).unflatten(-1, (-1, PAGE_SIZE))
-        if form.scale_per == "token":
-            scores.mul_(keys.scales.transpose(1, 2).unsqueeze(2))
-        return scores.flatten(3)
+        """Products of queries and keys, [num_items, num_kv_heads, num_rows, count * PAGE_SIZE]."""
+        num_items, heads, num_rows, _ = q.shape
+        if keys.form.scale_per == "channel":
+            return self._scores_by_page(q, keys)
+        parts = []
+        if num_items == 1:
+            codes, rows = keys.codes[0].transpose(0, 1), q[0]
+            for start in range(0, codes.shape[1], self._group):
+                planes = self._planes(codes[:, start : start + self._group], keys.form)
+                parts.append(_products(rows, [plane.flatten(1, 2) for plane in planes]))
+            scores = torch.cat(parts, -1).unsqueeze(0)
+        else:
+            for start in range(0, num_items, self._group):
+                items = slice(start, start + self._group)
+                planes = self._planes(keys.codes[items, 0], keys.form)
+                parts.append(_products(q[items].flatten(0, 1), [p.flatten(0, 1) for p in planes]))
+            scores = torch.cat(parts).view(num_items, heads, num_rows, PAGE_SIZE)
+        if keys.form.scale_per == "token":
+            scores.mul_(keys.scales.transpose(1, 2).flatten(2).unsqueeze(2))
+        return scores
+
+    def _scores_by_page(self, q: torch.Tensor, keys: _Part) -> torch.Tensor:
+        """The same where scales belong to channels of a page: they and the minima go onto the queries."""
+        num_items, heads, num_rows, _ = q.shape
+        count = keys.codes.shape[1]
+        codes, scales, minima = (x.flatten(0, 1) for x in (keys.codes, keys.scales, keys.minima))
+        parts = []
+        for start in range(0, len(codes), self._group):
+            pages = slice(start, start + self._group)
+            rows = q if num_items == 1 else q[pages]
+            scaled = (rows * scales[pages][..., self._key_order].unsqueeze(2)).flatten(0, 1)
+            low = minima[pages][..., self._key_order].float().unsqueeze(-1)
+            planes = self._planes(codes[pages], keys.form)
+            products = _products(scaled, [plane.flatten(0, 1) for plane in planes])
+            parts.append(products.add_((rows @ low).flatten(0, 1)))
+        scores = torch.cat(parts).view(num_items, count, heads, num_rows, PAGE_SIZE)
+        return scores.permute(0, 2, 3, 1, 4).flatten(3)
 
     def _weigh(self, weights: torch.Tensor, values: _Part) -> torch.Tensor:
-        """Sum of values by weights [num_items, num_kv_heads, num_rows, count * PAGE_SIZE]; the latter are
+        """Sums of values by weights [num_items, num_kv_heads, num_rows, count * PAGE_SIZE], which are
         overwritten.
         """
-        form = self.layout.value
-        num_items, count = values.codes.shape[:2]
-        shift = None
-        if form.has_minimum:
-            minima = values.minima.transpose(1, 2).flatten(2).float()
-            shift = weights @ minima.unsqueeze(-1)
+        form = values.form
+        scales, minima = (x.transpose(1, 2).flatten(2) for x in (values.scales, values.minima))
+        shift = weights @ minima.float().unsqueeze(-1) if form.has_minimum else None
         if form.scale_per == "token":
-            weights.mul_(values.scales.transpose(1, 2).flatten(2).unsqueeze(2))
-        out = weights.new_zeros(*weights.shape[:3], self.layout.head_dim)
-        for items, part in self._groups(num_items, count):
-            codes = self._to_float(values.codes[items, part], form).flatten(2, 3)
-            tokens = slice(part.start * PAGE_SIZE, part.stop * PAGE_SIZE)
-            out[items] += weights[items, :, :, tokens] @ codes
+            weights.mul_(scales.unsqueeze(2))
+        if len(weights) == 1:
+            codes, rows = (
+                values.codes[0].transpose(0, 1),
+                weights[0].split(self._group * PAGE_SIZE, -1),
+            )
+            out = weights.new_zeros(*weights.shape[1:3], self.layout.head_dim)
+            for index, part in enumerate(rows):
+                start = index * self._group
+                planes = self._planes(codes[:, start : start + self._group], form)
+                for columns, plane in zip(out.chunk(len(planes), -1), planes, strict=True):
+                    columns.baddbmm_(part, plane.flatten(1, 2))
+            out = out.unsqueeze(0)
+        else:
+            parts = []
+            for start in range(0, len(weights), self._group):
+                items = slice(start, start + self._group)
+                planes = self._planes(values.codes[items, 0], form)
+                parts.append(torch.cat([weights[items] @ plane for plane in planes], -1))
+            out = torch.cat(parts)
         return out if shift is None else out.add_(shift)
 
-    def _to_float(self, codes: torch.Tensor, form: CodeFormat) -> torch.Tensor:
-        """Codes [num_items, count, num_kv_heads, PAGE_SIZE, bytes] as float32 [num_items, num_kv_heads, count,
-        PAGE_SIZE, head_dim] in the scratch buffer; the next call overwrites them.
+    def _planes(self, codes: torch.Tensor, form: CodeFormat) -> list[torch.Tensor]:
+        """Code bytes [.., .., PAGE_SIZE, bytes] as float32 planes in the scratch buffer, which the next call
+        overwrites: [codes of all channels], or [low nibbles, high nibbles].
         """
-        codes = codes.transpose(1, 2)
-        shape = (*codes.shape[:-1], self.layout.head_dim)
-        out = self._scratch[: codes.shape[:-1].numel() * self.layout.head_dim].view(shape)
+        size = codes.numel()
+        out = self._scratch[:size].view(codes.shape)
         if form.code_bits == 4:
-            low, high = out.chunk(2, -1)
-            nibbles = self._nibbles[: codes.numel()].view(codes.shape)
-            low.copy_(torch.bitwise_and(codes, 15, out=nibbles))
+            high = self._scratch[size : 2 * size].view(codes.shape)
+            nibbles = self._raw[:size].view(codes.shape)
+            out.copy_(torch.bitwise_and(codes, 15, out=nibbles))
             high.copy_(torch.bitwise_right_shift(codes, 4, out=nibbles))
-            return out
-        return out.copy_(codes.view(torch.int8 if form.scale_per else torch.float8_e4m3fn))
+            return [out, high]
+        if form.scale_per:
+            return [out.copy_(codes.view(torch.int8))]
+        return [out.copy_(self._halves(codes))]
 
-    def _expand(self, part: _Part, form: CodeFormat) -> torch.Tensor:
+    def _halves(self, codes: torch.Tensor) -> torch.Tensor:
+        """E4M3 codes as float16 values / 256: the fields fit when moved by 7 bits, subnormals included.
+
+        torch's own conversion takes ten times as long.
+        """
+        bits = self._raw[: 2 * codes.numel()].view(torch.int16).view(codes.shape)
+        bits.copy_(codes.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        return bits.view(torch.float16)
+
+    def _expand(self, part: _Part) -> torch.Tensor:
         num_items, count, heads = part.codes.shape[:3]
-        dim = self.layout.head_dim
-        out = self._scratch.new_empty(num_items, heads, count, PAGE_SIZE, dim)
-        for items, pages in self._groups(num_items, count):
-            out[items, :, pages] = self._to_float(part.codes[items, pages], form)
-        for factors, operation in ((part.scales, out.mul_), (part.minima, out.add_)):
-            if factors.shape[-1]:
-                factor = factors.transpose(1, 2).float()
-                if form.scale_per == "channel":
-                    operation(factor[..., None, self._key_order])
-                else:
-                    operation(factor[..., None])
+        out = self._scratch.new_empty(num_items, heads, count, PAGE_SIZE, self.layout.head_dim)
+        for item in range(num_items):
+            codes = part.codes[item].transpose(0, 1)
+            for start in range(0, count, self._group):
+                pages = slice(start, start + self._group)
+                planes = self._planes(codes[:, pages], part.form)
+                for columns, plane in zip(
+                    out[item, :, pages].chunk(len(planes), -1), planes, strict=True
+                ):
+                    columns.copy_(plane)
+        for factors, apply in ((part.scales, out.mul_), (part.minima, out.add_)):
+            factor = factors.transpose(1, 2)
+            if part.form.scale_per == "channel":
+                apply(factor[..., None, self._key_order])
+            elif factor.shape[-1]:
+                apply(factor.unsqueeze(-1))
         return out.flatten(2, 3)
-
-    def _attend_expanded(
-        self, q: torch.Tensor, keys: _Part, values: _Part
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        expanded = (self._expand(keys, self.layout.key), self._expand(values, self.layout.value))
-        out, lse = _flash(q, *expanded, scale=1.0)
-        return out, lse
 
 
 Codec = PlainCodec | QuantizedCodec
@@ -310,13 +337,28 @@ def _nibble_order(head_dim: int) -> torch.Tensor:
     return torch.cat((low.flatten(), low.flatten() + words))
 
 
-def _encode(rows: torch.Tensor, form: CodeFormat, into: _Part) -> None:
+def _unit(form: CodeFormat) -> float:
+    """What codes are multiplied by, besides their scales; see QuantizedCodec._halves."""
+    return 1.0 if form.scale_per else 256.0
+
+
+def _products(rows: torch.Tensor, planes: list[torch.Tensor]) -> torch.Tensor:
+    """rows [batch, num_rows, head_dim] times the transposed planes [batch, num_tokens, their channels]."""
+    first, *others = zip(rows.chunk(len(planes), -1), planes, strict=True)
+    out = torch.bmm(first[0], first[1].transpose(1, 2))
+    for columns, plane in others:
+        out.baddbmm_(columns, plane.transpose(1, 2))
+    return out
+
+
+def _encode(rows: torch.Tensor, into: _Part) -> None:
     """Code rows [num_items, 1, num_kv_heads, PAGE_SIZE, head_dim] into the views of their pages."""
+    form = into.form
     x = rows.float().nan_to_num(0.0, LIMIT, -LIMIT).clamp_(-LIMIT, LIMIT)
     if form.is_rotated:
         x = hadamard(x).clamp_(-LIMIT, LIMIT)
     if not form.scale_per:
-        into.codes.copy_(x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+        into.codes.copy_(x.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
         return
     axis = -1 if form.scale_per == "token" else -2
     if form.has_minimum:
@@ -327,8 +369,7 @@ def _encode(rows: torch.Tensor, form: CodeFormat, into: _Part) -> None:
         into.codes.copy_(_pack(codes))
     else:
         scale = (x.abs().amax(axis, keepdim=True) / 127.0).clamp_min_(_MIN_SCALE).half()
-        codes = _divide(x, scale).clamp_(-127, 127).to(torch.int8)
-        into.codes.copy_(codes.view(torch.uint8))
+        into.codes.copy_(_divide(x, scale).clamp_(-127, 127).to(torch.int8).view(torch.uint8))
     into.scales.copy_(scale.squeeze(axis))
 
 

@@ -93,7 +93,9 @@ class GatedDeltaNet:
         q, k, v = self._convolve(inputs)
 
         committed = state.states[slots].float()
-        self._absorb(committed, slots, short.num_replay, short.max_replay, state)
+        self._absorb(committed, slots, short.num_replay, short.max_replay, state, short.checkpoints)
+        for index, count, checkpoint_id in short.checkpoints:
+            state.saved_columns[checkpoint_id] = columns[index, count : count + taps]
         state.states[slots] = committed.to(state.states.dtype)
         state.columns[slots, : taps + width] = inputs
         state.keys[slots, :width] = k
@@ -114,11 +116,22 @@ class GatedDeltaNet:
         q, k, v = (x[0] for x in self._convolve(inputs))
         committed = state.states[slot].float()
         num_replay = torch.tensor([chunk.num_replay], device=mixed.device)
-        self._absorb(committed, slot, num_replay, chunk.num_replay, state)
-        out = chunked(committed[0], self._spread(q), self._spread(k), v, gates[:, 0], gates[:, 1])
+        self._absorb(committed, slot, num_replay, chunk.num_replay, state, [])
+        q, k = self._spread(q), self._spread(k)
+        out, done = [], 0
+        for stop, checkpoint_id in [*chunk.checkpoints, (len(mixed), -1)]:
+            rows = slice(done, stop)
+            if stop > done:
+                out.append(
+                    chunked(committed[0], q[rows], k[rows], v[rows], gates[rows, 0], gates[rows, 1])
+                )
+            if checkpoint_id >= 0:
+                state.saved_states[checkpoint_id] = committed[0]
+                state.saved_columns[checkpoint_id] = inputs[0, stop : stop + taps]
+            done = stop
         state.states[slot] = committed.to(state.states.dtype)
         state.columns[slot, :taps] = inputs[:, -taps:]
-        return out
+        return torch.cat(out)
 
     def _absorb(
         self,
@@ -127,8 +140,10 @@ class GatedDeltaNet:
         num_replay: torch.Tensor,
         max_replay: int,
         state: LayerState,
+        checkpoints: list[tuple[int, int, int]],
     ) -> None:
-        """Absorb each slot's first `num_replay` records into `committed`, in place."""
+        """Absorb each slot's first `num_replay` records into `committed`, in place, and copy the states that
+        `checkpoints` (index, records absorbed, checkpoint id) names on the way."""
         if max_replay == 0:
             return
         keys = self._spread(state.keys[slots, :max_replay].float())
@@ -137,6 +152,9 @@ class GatedDeltaNet:
         gates = state.gates[slots, :max_replay] * live[..., None, None]
         for t in range(max_replay):
             recurrent_step(committed, keys[:, t], values[:, t], gates[:, t, 0], gates[:, t, 1])
+            for index, count, checkpoint_id in checkpoints:
+                if count == t + 1:
+                    state.saved_states[checkpoint_id] = committed[index]
 
     def _convolve(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v (float32 [batch, num_tokens, heads, dim], q and k normalised, q scaled) of the columns

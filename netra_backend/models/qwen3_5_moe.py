@@ -128,16 +128,17 @@ def _stacked_experts(
     return all_gate_up, all_down
 
 
-class _Layer:
-    def __init__(self, weights: Weights, config: ModelConfig, index: int) -> None:
-        prefix = f"model.layers.{index}"
+class DecoderLayer:
+    """One residual block of either kind; `layer_type` as in ModelConfig.layer_types."""
+
+    def __init__(self, weights: Weights, config: ModelConfig, prefix: str, layer_type: str) -> None:
         self._mixer_norm = zero_centred_norm(weights, config, f"{prefix}.input_layernorm.weight")
         self._mlp_norm = zero_centred_norm(
             weights, config, f"{prefix}.post_attention_layernorm.weight"
         )
         self.attention: GatedAttention | None = None
         self.delta_net: GatedDeltaNet | None = None
-        if config.layer_types[index] == "full_attention":
+        if layer_type == "full_attention":
             self.attention = GatedAttention(weights, config, f"{prefix}.self_attn")
         else:
             self.delta_net = GatedDeltaNet(weights, config, f"{prefix}.linear_attn")
@@ -169,15 +170,18 @@ class Qwen35Moe:
         self, weights: Weights, config: ModelConfig, max_len: int, device: torch.device
     ) -> None:
         self._config = config
-        self._embedding = Embedding(weights, config)
-        self._layers = [_Layer(weights, config, i) for i in range(len(config.layer_types))]
+        self.embedding = Embedding(weights, config)
+        self._layers = [
+            DecoderLayer(weights, config, f"model.layers.{index}", layer_type)
+            for index, layer_type in enumerate(config.layer_types)
+        ]
         self._norm = zero_centred_norm(weights, config, "model.norm.weight")
-        self._rope = RotaryEmbedding(config, max_len, device)
+        self.rope = RotaryEmbedding(config, max_len, device)
 
     def forward(self, context: ForwardContext, cache: KVCache, states: StatePool) -> torch.Tensor:
         """Hidden states after the final norm, [num_tokens, hidden]."""
-        x = self._embedding.embed(context.token_ids)
-        rotation = self._rope(context.positions)
+        x = self.embedding.embed(context.token_ids)
+        rotation = self.rope(context.positions)
         caches, pools = iter(cache.layers), iter(states.layers)
         for layer in self._layers:
             storage = next(caches) if layer.attention is not None else next(pools)
@@ -186,4 +190,4 @@ class Qwen35Moe:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size]."""
-        return self._embedding.logits(hidden)
+        return self.embedding.logits(hidden)

@@ -14,12 +14,8 @@ import torch
 from netra_backend.cache.codecs import Codec
 from netra_backend.cache.kv_cache import LayerCache
 from netra_backend.forward_context import ChunkRows, ForwardContext, PageWork, ShortRows
-from netra_backend.sequence import PAGE_SIZE
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-_SEGMENT_ELEMENTS = 2**20
-"""Keys and values of a group of pages; as float32 that is 4 MiB of temporary memory at most."""
 
 _MIN_JOINED_PAGES = 8
 """Pages per sequence from which a call per sequence beats one over all pages (int8, head size 64, 3 KV heads)."""
@@ -97,14 +93,18 @@ def _with_history(
     if len(rows) == 1 and len(page_lse) == work.gather.shape[1] - 1:
         weights = torch.softmax(torch.cat((tail_lse, page_lse)), 0).unsqueeze(-1)
         history = (page_out * weights[1:]).sum(0, keepdim=True)
-        return torch.addcmul(codec.restore(history).to(rows.dtype), tail_out, weights[:1])
+        return _add_tail(codec.restore(history), tail_out, weights[:1])
     # [num_seqs, 1 + max_pages, num_kv_heads, rows]; padding points at a tail and has weight 0
     lse = torch.cat((tail_lse, page_lse))[work.gather]
     lse.masked_fill_(work.absent[:, :, None, None], float("-inf"))
     weights = torch.softmax(lse, 1).unsqueeze(-1)
     parts = torch.cat((tail_out, page_out))[work.gather[:, 1:]]
-    history = codec.restore((parts * weights[:, 1:]).sum(1)).to(rows.dtype)
-    return history.addcmul_(tail_out, weights[:, 0])
+    history = codec.restore((parts * weights[:, 1:]).sum(1))
+    return _add_tail(history, tail_out, weights[:, 0])
+
+
+def _add_tail(history: torch.Tensor, tail_out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(history, tail_out.to(history.dtype), weight).to(tail_out.dtype)
 
 
 def _each_sequence(
@@ -112,7 +112,7 @@ def _each_sequence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's rows to its pages; log-sum-exp -inf where there are none."""
     if work.segments is None:
-        size = _segment_pages(queries)
+        size = cache.codec.group_pages(queries.shape[2])
         work.segments = [_segments(table, size, queries.device) for table in work.tables]
     out = torch.zeros_like(queries)
     lse = out.new_full(out.shape[:3], float("-inf"))
@@ -122,10 +122,6 @@ def _each_sequence(
             parts = (cache.pages[segment] for segment in segments)
             out[item], lse[item] = attend_groups(cache.codec, queries[item], parts)
     return out, lse
-
-
-def _segment_pages(queries: torch.Tensor) -> int:
-    return max(1, _SEGMENT_ELEMENTS // (2 * queries.shape[1] * PAGE_SIZE * queries.shape[-1]))
 
 
 def _segments(table: list[int], size: int, device: torch.device) -> list[slice | torch.Tensor]:
@@ -182,7 +178,8 @@ def _chunk_attention(
     shape = (out.shape, lse.shape)
     if len(chunk.page_ids):
         codec, rows = cache.codec, cache.codec.queries(stacked)
-        groups = (cache.pages[ids] for ids in chunk.page_ids.split(_segment_pages(stacked)))
+        size = codec.group_pages(rows.shape[2])
+        groups = (cache.pages[ids] for ids in chunk.page_ids.split(size))
         past, past_lse = attend_groups(codec, rows, groups)
         past = codec.restore(past).to(q.dtype).reshape(shape[0])
         past_lse = past_lse.reshape(shape[1])

@@ -1,0 +1,115 @@
+"""The gated delta rule against its definition in float64, and replay against computation, bit for bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from netra_backend.torch_ops.gated_delta_rule import CHUNK, chunked, recurrent, recurrent_step
+
+HEADS, KEY_DIM, VALUE_DIM = 2, 32, 16
+
+
+def make_inputs(
+    num_tokens: int, correlation: float, decay: float, seed: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """q, k, v, g, beta [num_tokens, heads, ..]; keys share a direction with the given correlation."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    shared = randn(1, HEADS, KEY_DIM)
+    own = randn(num_tokens, HEADS, KEY_DIM)
+    k = torch.nn.functional.normalize(
+        correlation**0.5 * shared + (1 - correlation) ** 0.5 * own, dim=-1
+    )
+    q = torch.nn.functional.normalize(randn(num_tokens, HEADS, KEY_DIM), dim=-1) * KEY_DIM**-0.5
+    v = randn(num_tokens, HEADS, VALUE_DIM)
+    g = -decay * torch.rand(num_tokens, HEADS, generator=generator)
+    beta = randn(num_tokens, HEADS).mul(2).sigmoid()
+    return q, k, v, g, beta
+
+
+def definition(
+    state: torch.Tensor, inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q, in float64, token by token."""
+    q, k, v, g, beta = (x.double() for x in inputs)
+    state = state.double()
+    out = []
+    for t in range(len(q)):
+        state = state * g[t].exp()[:, None, None]
+        delta = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + torch.einsum("hk,hv->hkv", k[t], delta)
+        out.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    return torch.stack(out), state
+
+
+def error_ratio(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("decay", [0.0, 0.01, 2.0])
+def test_chunks_and_steps_equal_the_definition(correlation: float, decay: float) -> None:
+    inputs = make_inputs(200, correlation, decay)
+    start = torch.randn(HEADS, KEY_DIM, VALUE_DIM, generator=torch.Generator().manual_seed(1))
+    expected_out, expected_state = definition(start, inputs)
+    state = start.clone()
+    assert error_ratio(chunked(state, *inputs), expected_out) < 2e-5
+    assert error_ratio(state, expected_state) < 2e-5
+    state = start[None].clone()
+    assert error_ratio(recurrent(state, *(x[None] for x in inputs))[0], expected_out) < 2e-5
+    assert error_ratio(state[0], expected_state) < 2e-5
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.9])
+def test_a_long_memory_stays_exact_over_many_chunks(correlation: float) -> None:
+    inputs = make_inputs(2048, correlation, decay=1e-3)
+    start = torch.zeros(HEADS, KEY_DIM, VALUE_DIM)
+    expected_out, expected_state = definition(start, inputs)
+    assert error_ratio(chunked(start, *inputs), expected_out) < 5e-5
+    assert error_ratio(start, expected_state) < 5e-5
+
+
+def test_strong_decay_does_not_overflow() -> None:
+    inputs = make_inputs(130, 0.5, decay=200.0)
+    state = torch.ones(HEADS, KEY_DIM, VALUE_DIM)
+    expected_out, expected_state = definition(state, inputs)
+    assert error_ratio(chunked(state, *inputs), expected_out) < 2e-5
+    assert error_ratio(state, expected_state) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "cuts", [(1,), (20,), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,), (7, 64, 65, 130)]
+)
+def test_any_cut_of_a_prompt_gives_the_same(cuts: tuple[int, ...]) -> None:
+    inputs = make_inputs(150, 0.5, 0.05)
+    whole_state = torch.zeros(HEADS, KEY_DIM, VALUE_DIM)
+    whole = chunked(whole_state, *inputs)
+    state = torch.zeros_like(whole_state)
+    edges = (0, *cuts, 150)
+    parts = [chunked(state, *(x[a:b] for x in inputs)) for a, b in pairwise(edges)]
+    assert error_ratio(torch.cat(parts), whole.double()) < 2e-5
+    assert error_ratio(state, whole_state.double()) < 2e-5
+
+
+def test_replaying_equals_computing_bit_for_bit() -> None:
+    q, k, v, g, beta = (x[None] for x in make_inputs(9, 0.5, 0.05))
+    computed = torch.randn(1, HEADS, KEY_DIM, VALUE_DIM)
+    replayed = computed.clone()
+    recurrent(computed, q, k, v, g, beta)
+    for t in range(9):
+        recurrent_step(replayed, k[:, t], v[:, t], g[:, t], beta[:, t])
+    assert torch.equal(computed, replayed)
+
+
+def test_padding_leaves_the_state_untouched_bit_for_bit() -> None:
+    _, k, v, g, beta = make_inputs(1, 0.0, 0.05)
+    state = torch.randn(1, HEADS, KEY_DIM, VALUE_DIM)
+    before = state.clone()
+    recurrent_step(state, k, v, torch.zeros_like(g), torch.zeros_like(beta))
+    assert torch.equal(state, before)

@@ -1,0 +1,302 @@
+"""Speculation is lossless: whatever is drafted, for whichever sequences, the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
+from inline_engine import Reference, greedy, make_runner, random_prompts, run
+
+from netra_backend.batch import ScheduledSequence, SequenceOutput
+from netra_backend.forward_context import ForwardContext
+from netra_backend.model_runner import ModelRunner
+from netra_backend.request import SamplingParams
+from netra_backend.scheduler import Scheduler
+
+MAX_DRAFTS = 8
+NUM_TOKENS = 12
+LENGTHS = (1, 3, 17, 40, 60, 62, 63, 64, 65, 70, 100, 121, 127, 128, 129, 130)
+
+
+class ScriptedProposer:
+    """Knows the right continuations; `script` says what to make of them for a draft position."""
+
+    def __init__(
+        self, answers: dict[tuple[int, ...], list[int]], script: Callable[[list[int]], list[int]]
+    ) -> None:
+        self._answers = answers
+        self._script = script
+
+    def propose(
+        self,
+        items: list[ScheduledSequence],
+        outputs: list[SequenceOutput],
+        context: ForwardContext,
+        hidden: torch.Tensor,
+    ) -> list[list[int]]:
+        return [self._propose(item, out) for item, out in zip(items, outputs, strict=True)]
+
+    def _propose(self, item: ScheduledSequence, output: SequenceOutput) -> list[int]:
+        seq = item.seq
+        prompt = tuple(seq.token_ids[: seq.num_prompt_tokens])
+        at = seq.num_output_tokens + len(output.token_ids)
+        right = self._answers[prompt][at : at + item.num_wanted_drafts]
+        return self._script(right)
+
+    def free(self, seq_ids: Iterable[int]) -> None:
+        pass
+
+
+def wrong(token_id: int) -> int:
+    return (token_id + 1) % VOCAB_SIZE
+
+
+def right_up_to(position: int) -> Callable[[list[int]], list[int]]:
+    return lambda right: (
+        right[:position]
+        + [wrong(t) for t in right[position : position + 1]]
+        + right[position + 1 :]
+    )
+
+
+def junk(seed: int) -> Callable[[list[int]], list[int]]:
+    """Right beginnings of random length, then noise, and of random length in all."""
+    source = random.Random(seed)
+
+    def script(right: list[int]) -> list[int]:
+        keep = source.randint(0, len(right))
+        noise = [source.randrange(VOCAB_SIZE) for _ in range(len(right) - keep)]
+        return (right[:keep] + noise)[: source.randint(0, len(right))]
+
+    return script
+
+
+SCRIPTS: dict[str, Callable[[list[int]], list[int]]] = {
+    "always right": lambda right: right,
+    "always wrong": lambda right: [wrong(t) for t in right],
+}
+
+
+@contextmanager
+def drafting(
+    runner: ModelRunner,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    script: Callable[[list[int]], list[int]],
+) -> Iterator[None]:
+    known = {tuple(p): a for p, a in zip(prompts, answers, strict=True)}
+    before = runner.proposer
+    runner.proposer = ScriptedProposer(known, script)
+    try:
+        yield
+    finally:
+        runner.proposer = before
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_qwen(tmp_path_factory.mktemp("qwen") / "stacked")
+
+
+@pytest.fixture(scope="module")
+def runners(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRunner]:
+    llama = make_random_llama(tmp_path_factory.mktemp("llama") / "plain")
+    knobs = {"speculation": "ngram", "num_draft_tokens": MAX_DRAFTS}
+    return {"qwen": make_runner(qwen, **knobs), "llama": make_runner(llama, **knobs)}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(LENGTHS, VOCAB_SIZE, seed=1)
+
+
+@pytest.fixture(scope="module")
+def answers(
+    qwen: Path, runners: dict[str, ModelRunner], prompts: list[list[int]]
+) -> dict[str, list[list[int]]]:
+    """Of transformers for the hybrid; of plain decoding, which test_model_runner.py holds to it, for llama."""
+    reference = Reference(qwen)
+    return {
+        "qwen": [reference.generate(prompt, NUM_TOKENS) for prompt in prompts],
+        "llama": run(runners["llama"], prompts, greedy(NUM_TOKENS)).token_ids,
+    }
+
+
+@pytest.mark.parametrize("num_drafts", range(MAX_DRAFTS + 1))
+def test_greedy_tokens_are_the_references_for_any_number_of_drafts(
+    num_drafts: int,
+    runners: dict[str, ModelRunner],
+    prompts: list[list[int]],
+    answers: dict[str, list[list[int]]],
+) -> None:
+    with drafting(runners["qwen"], prompts, answers["qwen"], SCRIPTS["always right"]):
+        result = run(
+            runners["qwen"], prompts, greedy(NUM_TOKENS), budget=100, num_drafts=num_drafts
+        )
+    assert result.token_ids == answers["qwen"]
+    assert result.num_accepted_tokens == result.num_draft_tokens
+    assert (result.num_draft_tokens > 0) == (num_drafts > 0)
+    assert max(result.draft_lens) == num_drafts
+
+
+@pytest.mark.parametrize("architecture", ["qwen", "llama"])
+@pytest.mark.parametrize("accepted", range(MAX_DRAFTS))
+def test_every_count_of_accepted_drafts_leaves_the_right_state(
+    architecture: str,
+    accepted: int,
+    runners: dict[str, ModelRunner],
+    prompts: list[list[int]],
+    answers: dict[str, list[list[int]]],
+) -> None:
+    chosen = [2, 5, 7, 14]
+    mine = [prompts[i] for i in chosen]
+    right = [answers[architecture][i] for i in chosen]
+    runner = runners[architecture]
+    counts: set[int] = set()
+    with drafting(runner, mine, right, right_up_to(accepted)):
+        result = run(
+            runner, mine, greedy(NUM_TOKENS), num_drafts=MAX_DRAFTS,
+            after=lambda _batch, output: counts.update(o.num_accepted_tokens for o in output.outputs),
+        )  # fmt: skip
+    assert result.token_ids == right
+    assert accepted in counts
+
+
+@pytest.mark.parametrize("architecture", ["qwen", "llama"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_junk_of_ragged_lengths_changes_nothing(
+    architecture: str,
+    batch: int,
+    runners: dict[str, ModelRunner],
+    prompts: list[list[int]],
+    answers: dict[str, list[list[int]]],
+) -> None:
+    runner = runners[architecture]
+    mine, right = prompts[-batch:], answers[architecture][-batch:]
+    for seed in range(2):
+        with drafting(runner, mine, right, junk(seed)):
+            result = run(runner, mine, greedy(NUM_TOKENS), budget=100, num_drafts=MAX_DRAFTS)
+        assert result.token_ids == right
+        assert 0 < result.num_accepted_tokens < result.num_draft_tokens
+
+
+def test_always_wrong_drafts_cost_tokens_of_nobody(
+    runners: dict[str, ModelRunner], prompts: list[list[int]], answers: dict[str, list[list[int]]]
+) -> None:
+    with drafting(runners["qwen"], prompts, answers["qwen"], SCRIPTS["always wrong"]):
+        result = run(runners["qwen"], prompts, greedy(NUM_TOKENS), num_drafts=3)
+    assert result.token_ids == answers["qwen"]
+    assert result.num_accepted_tokens == 0
+
+
+def test_drafts_cross_every_place_of_a_page_edge(
+    qwen: Path, runners: dict[str, ModelRunner]
+) -> None:
+    prompt = random_prompts([58], VOCAB_SIZE, seed=3)[0]
+    right = Reference(qwen).generate(prompt, 80)
+    for seed in range(3):
+        with drafting(runners["qwen"], [prompt], [right], junk(seed)):
+            result = run(runners["qwen"], [prompt], greedy(80), num_drafts=MAX_DRAFTS)
+        assert result.token_ids == [right]
+
+
+def test_preemption_between_drafts_changes_nothing(
+    runners: dict[str, ModelRunner], prompts: list[list[int]], answers: dict[str, list[list[int]]]
+) -> None:
+    chosen = [5, 6, 12, 13]
+    mine, right = ([x[i] for i in chosen] for x in (prompts, answers["qwen"]))
+    with drafting(runners["qwen"], mine, right, junk(7)):
+        result = run(
+            runners["qwen"], mine, greedy(NUM_TOKENS), num_pages=3, overcommit=True, num_drafts=4
+        )
+    assert result.num_preemptions > 0
+    assert result.token_ids == right
+
+
+def test_aborts_and_arrivals_between_drafts_change_nobody_else(
+    runners: dict[str, ModelRunner], prompts: list[list[int]], answers: dict[str, list[list[int]]]
+) -> None:
+    def at_step(number: int, scheduler: Scheduler) -> None:
+        if number in (2, 4):
+            scheduler.abort(f"r{number}")
+
+    with drafting(runners["qwen"], prompts, answers["qwen"], junk(5)):
+        result = run(
+            runners["qwen"], prompts, greedy(NUM_TOKENS), at_step=at_step, num_drafts=5,
+            max_num_seqs=6,
+        )  # fmt: skip
+    for index, (found, right) in enumerate(zip(result.token_ids, answers["qwen"], strict=True)):
+        assert found == (right[: len(found)] if index in (2, 4) else right)
+
+
+SEEDED = [
+    SamplingParams(temperature=0.9, top_k=20, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=1.0, top_p=0.8, min_p=0.02, seed=4, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=0.7, repetition_penalty=1.3, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=0.8, frequency_penalty=0.9, presence_penalty=0.4, seed=6,
+                   max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(temperature=0.6, logit_bias={7: 3.0, 9: -4.0}, seed=7, max_tokens=NUM_TOKENS),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=NUM_TOKENS, logprobs=2),
+    SamplingParams(temperature=0.5, min_tokens=6, stop_token_ids=tuple(range(VOCAB_SIZE)), seed=8,
+                   max_tokens=NUM_TOKENS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4, 8])
+def test_any_sampling_parameters_give_the_same_with_and_without_drafts(
+    num_drafts: int, runners: dict[str, ModelRunner], prompts: list[list[int]]
+) -> None:
+    runner, mine = runners["qwen"], prompts[4 : 4 + len(SEEDED)]
+    plain = run(runner, mine, SEEDED)
+    padded = [tokens + [5] * MAX_DRAFTS for tokens in plain.token_ids]
+    with drafting(runner, mine, padded, junk(num_drafts)):
+        drafted = run(runner, mine, SEEDED, num_drafts=num_drafts)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.num_accepted_tokens > 0
+    assert len(plain.token_ids[-1]) == 7, "the stop token counts once min_tokens precede it"
+
+
+def test_max_tokens_is_kept_exactly_inside_a_window(
+    runners: dict[str, ModelRunner], prompts: list[list[int]], answers: dict[str, list[list[int]]]
+) -> None:
+    mine, right = prompts[:8], answers["qwen"][:8]
+    params = [greedy(1 + i) for i in range(8)]
+    with drafting(runners["qwen"], mine, right, SCRIPTS["always right"]):
+        result = run(runners["qwen"], mine, params, num_drafts=MAX_DRAFTS)
+    assert result.token_ids == [tokens[: 1 + i] for i, tokens in enumerate(right)]
+
+
+def test_a_budget_smaller_than_all_drafts_is_kept(
+    runners: dict[str, ModelRunner], prompts: list[list[int]], answers: dict[str, list[list[int]]]
+) -> None:
+    rows: list[int] = []
+    with drafting(runners["qwen"], prompts, answers["qwen"], SCRIPTS["always right"]):
+        result = run(
+            runners["qwen"], prompts, greedy(NUM_TOKENS), budget=64, num_drafts=MAX_DRAFTS,
+            after=lambda batch, _output: rows.append(batch.num_tokens),
+        )  # fmt: skip
+    assert result.token_ids == answers["qwen"]
+    assert max(rows) <= 64
+
+
+def test_ngram_from_end_to_end(runners: dict[str, ModelRunner]) -> None:
+    runner = runners["llama"]
+    prompts = [[5, 6, 7, 8, 9] * 8, [3, 4] * 20, *random_prompts([30], VOCAB_SIZE)]
+    plain = run(runner, prompts, greedy(40))
+    drafted = run(runner, prompts, greedy(40), num_drafts=MAX_DRAFTS)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.num_draft_tokens > 0
+
+
+def test_unknown_methods_and_too_many_drafts_are_refused(qwen: Path) -> None:
+    with pytest.raises(Exception, match="speculation='medusa'"):
+        make_runner(qwen, speculation="medusa")
+    with pytest.raises(Exception, match="num_draft_tokens=17"):
+        make_runner(qwen, speculation="ngram", num_draft_tokens=17)
+    with pytest.raises(Exception, match="0 MTP layers"):
+        make_runner(qwen, speculation="mtp")
