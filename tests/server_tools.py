@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import tritonclient.grpc as grpcclient
 
 from netra_backend.request_parser import INPUTS
 from netra_backend.server_process import Ports, ServerProcess
+
+ROOT = Path(__file__).resolve().parents[1]
 
 PATIENCE_SECONDS = 60.0
 """How long anything may take before a test gives up: generous, the machine is shared."""
@@ -262,9 +265,11 @@ def free_ports() -> Ports:
     return Ports(*numbers)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:
     """Poll until `condition` holds; fails the test if that takes unreasonably long."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"still not so after {PATIENCE_SECONDS:.0f} s: {what}"
+        if time.monotonic() > deadline:
+            waited_for = what if isinstance(what, str) else what()
+            raise AssertionError(f"not so after {PATIENCE_SECONDS:.0f} s: {waited_for}")
         time.sleep(0.02)
