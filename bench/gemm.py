@@ -21,11 +21,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import machine
 import torch
-from report import Metrics, Result, Row, format_value, table
 from torch.nn.functional import linear
 from tqdm import tqdm  # type: ignore[import-untyped]
+
+import machine
+from report import Metrics, Result, Row, format_value, table
 
 SHAPES = {"576 -> 3072": (576, 3072), "576 -> 49152": (576, 49152), "2048 -> 2048": (2048, 2048)}
 ROWS = (1, 8, 32, 512)

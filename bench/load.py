@@ -21,14 +21,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import machine
-from report import Metrics, Result, Row, medians, percentile, rows_table
 from tqdm import tqdm  # type: ignore[import-untyped]
+
+import machine
+from netra_backend.tokenizer import Tokenizer
+from report import Metrics, Result, Row, medians, percentile, rows_table
 from transport import GrpcTransport, HttpTransport, Transport, TransportError
 from window import Span, measure, summary
 from workload import Lengths, Prompt, PromptMaker, poisson_arrivals, standard_library
-
-from netra_backend.tokenizer import Tokenizer
 
 _MAX_FAILURES_IN_A_ROW = 5
 _LAG_SECONDS = 0.02

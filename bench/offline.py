@@ -25,16 +25,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import machine
-from report import Metrics, Result, Row, medians, rows_table
 from tqdm import tqdm  # type: ignore[import-untyped]
-from window import Burst
-from workload import Lengths, Prompt, PromptMaker, standard_library
 
+import machine
 from netra_backend.config import EngineConfig
 from netra_backend.engine import Engine
 from netra_backend.errors import NetraError
 from netra_backend.request import Request, RequestOutput, SamplingParams
+from report import Metrics, Result, Row, medians, rows_table
+from window import Burst
+from workload import Lengths, Prompt, PromptMaker, standard_library
 
 _WARMUP_OUTPUT_LEN = 8
 _IDLE_SECONDS = 30.0
@@ -170,6 +170,17 @@ def metrics(run: Run, prompts: Sequence[Prompt]) -> Metrics:
     }
 
 
+def verifications(engine: Engine) -> tuple[int, int]:
+    """How often drafts were verified so far, and how many were accepted."""
+    return engine.metrics.drafts_at[0].value, engine.metrics.accepted_tokens.value
+
+
+def acceptance(before: tuple[int, int], after: tuple[int, int]) -> Metrics:
+    """Tokens per verification: the accepted drafts and one more; None without drafts."""
+    count = after[0] - before[0]
+    return {"acceptance_length": 1 + (after[1] - before[1]) / count if count else None}
+
+
 def measure(engine: Engine, arguments: argparse.Namespace) -> tuple[list[Metrics], str, list[int]]:
     """Warm up, then run the repeats: their metrics, the text's source and a sample of tokens."""
     corpus = standard_library()
@@ -188,8 +199,9 @@ def measure(engine: Engine, arguments: argparse.Namespace) -> tuple[list[Metrics
                 run_burst(engine, prompts, warm_len, f"warm-up{number}", bar.update)
                 continue
             bar.set_description(f"repeat {number + 1}/{arguments.repeats}")
+            before = verifications(engine)
             run = run_burst(engine, prompts, arguments.output_len, f"repeat{number}", bar.update)
-            repeats.append(metrics(run, prompts))
+            repeats.append(metrics(run, prompts) | acceptance(before, verifications(engine)))
             sample = sample or run.answers[0].token_ids[:16]
     return repeats, corpus.description, sample
 
@@ -201,6 +213,10 @@ def build(arguments: argparse.Namespace) -> Engine:
         "num_threads": str(arguments.num_threads),
         "max_num_seqs": str(max(arguments.users, EngineConfig().max_num_seqs)),
     }
+    if arguments.speculation:
+        parameters["speculation"] = arguments.speculation
+    if arguments.draft_len:
+        parameters |= {"num_draft_tokens": str(arguments.draft_len), "adaptive_drafts": "false"}
     parameters |= dict(setting.split("=", 1) for setting in arguments.set)
     return Engine.build(EngineConfig.from_parameters(parameters), Path.cwd())
 
@@ -218,6 +234,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--shared-prefix-len", type=int, default=0, help="tokens all prompts share")
+    parser.add_argument("--speculation", help="none, ngram, mtp or auto; default: the knob's")
+    parser.add_argument("--draft-len", type=int, default=0, help="fixed drafts; 0: the controller")
     parser.add_argument("--name", default="netra", help="name of the row")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a knob")
     arguments = parser.parse_args()

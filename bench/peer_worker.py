@@ -63,11 +63,10 @@ class Clock:
 
 def netra(arguments: argparse.Namespace) -> Runner:
     """This project's engine, its steps run inline as in offline.py."""
-    from offline import run_burst
-    from workload import Prompt
-
     from netra_backend.config import EngineConfig
     from netra_backend.engine import Engine
+    from offline import run_burst
+    from workload import Prompt
 
     parameters = {
         "checkpoint": arguments.model,

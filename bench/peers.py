@@ -23,14 +23,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm  # type: ignore[import-untyped]
+
 import machine
 from gguf_variant import write_variant
+from netra_backend.tokenizer import Tokenizer
 from report import Metrics, Result, Row, medians, ratios_table, rows_table
-from tqdm import tqdm  # type: ignore[import-untyped]
 from window import Burst
 from workload import PromptMaker, standard_library
-
-from netra_backend.tokenizer import Tokenizer
 
 _BENCH = Path(__file__).parent
 _WARMUP_OUTPUT_LEN = 4

@@ -36,6 +36,7 @@ LABELS = {
     "num_steps": "steps",
     "tokens_per_step": "tok/step",
     "acceptance": "accepted",
+    "acceptance_length": "tok/verify",
     "num_failed": "failed",
     "same_tokens": "same tokens",
     "num_repeats": "repeats",

@@ -87,6 +87,7 @@ class TritonPythonModel:
             raise ConfigError("config.pbtxt must say model_transaction_policy { decoupled: true }")
         _prepare_process(args)
         config = EngineConfig.from_parameters(_parameters(model_config))
+        logger.info("loading %s", config.checkpoint)
         self._engine = Engine.build(config, Path(args["model_repository"]))
         self._parser = RequestParser(self._engine.tokenizer, config)
         self._config = config
@@ -137,6 +138,7 @@ class TritonPythonModel:
             arrival_time=now,
             deadline=None if seconds is None else now + seconds,
             priority=client.priority,
+            cache_salt=client.cache_salt,
         )
 
     def is_ready(self) -> bool:
@@ -217,7 +219,8 @@ def _prepare_process(args: dict[str, str]) -> None:
 
 def _parameters(model_config: dict[str, Any]) -> dict[str, str]:
     entries = model_config.get("parameters", {}).items()
-    return {key: entry["string_value"] for key, entry in entries if key not in _RESERVED_PARAMETERS}
+    own = ((key, entry) for key, entry in entries if key not in _RESERVED_PARAMETERS)
+    return {key: entry.get("string_value", "") for key, entry in own}
 
 
 def _tensors(request: Any) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from netra_backend.errors import ConfigError
 
-_SPECULATIONS = ("none", "ngram", "mtp", "auto")
+_SPECULATIONS = ("none", "ngram", "mtp", "ngram+mtp", "auto")
 
 _BYTE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

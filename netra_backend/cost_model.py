@@ -59,16 +59,21 @@ class StepShape:
     def of(cls, batch: Batch) -> StepShape:
         """The shape of `batch`, before its outputs are applied."""
         shape = cls()
+        logits_rows = decode_rows = context_tokens = draft_rows = draft_passes = 0
         for item in batch.scheduled:
             rows, context = item.num_scheduled_tokens, item.seq.num_computed_tokens
-            shape.logits_rows += item.num_logits
-            shape.draft_rows += item.num_wanted_drafts
-            shape.draft_passes = max(shape.draft_passes, item.num_wanted_drafts)
+            logits_rows += item.num_logits
+            if item.num_wanted_drafts:
+                draft_rows += item.num_wanted_drafts
+                draft_passes = max(draft_passes, item.num_wanted_drafts)
             if item.is_chunk:
                 shape.add_prompt(rows, context)
             else:
-                shape.decode_rows += rows
-                shape.context_tokens += context + rows
+                decode_rows += rows
+                context_tokens += context + rows
+        shape.logits_rows, shape.decode_rows = logits_rows, decode_rows
+        shape.context_tokens = context_tokens
+        shape.draft_rows, shape.draft_passes = draft_rows, draft_passes
         return shape
 
     def add_prompt(self, rows: int, context: int) -> None:

@@ -163,12 +163,16 @@ class Metrics:
         self.gauges = tuple(m for m in members if isinstance(m, Gauge))
         self.histograms = tuple(m for m in members if isinstance(m, Histogram))
 
-    def count_positions(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one verification in the counters per draft position."""
-        for position in range(num_drafts):
-            self.drafts_at[position].value += 1
-        for position in range(num_accepted):
-            self.accepted_at[position].value += 1
+    def observe_request(
+        self, num_prompt: int, num_output: int, latency_seconds: float, decode_seconds: float
+    ) -> None:
+        """A request is complete; `decode_seconds` lie between its first token and its last."""
+        self.e2e_latency.observe(latency_seconds)
+        self.request_prompt_tokens.observe(num_prompt)
+        self.request_generation_tokens.observe(num_output)
+        self.request_params_n.observe(1)
+        if num_output > 1:
+            self.time_per_output_token.observe(decode_seconds / (num_output - 1))
 
     def set_capacity(self, num_pages: int, page_size: int, num_slots: int) -> None:
         """Set the gauges that never change."""

@@ -35,9 +35,14 @@ from netra_backend.models.registry import load_model
 from netra_backend.sampler import Sampler
 from netra_backend.spec.mtp import MtpProposer, has_mtp, load_mtp_head
 from netra_backend.spec.ngram import NgramProposer
-from netra_backend.spec.proposer import Proposer
+from netra_backend.spec.proposer import LookupFirst, Proposer
 
-_DEFAULT_DRAFTS = {"ngram": 8, "mtp": 4}
+_DEFAULT_DRAFTS = {"ngram": 8, "mtp": 4, "ngram+mtp": 4}
+
+_LOOKUP_BEFORE_MODEL = 4
+"""Tokens of agreement from which a lookup is trusted more than a draft model (2.84 tokens a step with 4 drafts
+on random excerpts of the standard library, 2.17 with MTP alone, 2.26 with lookups alone; small checkpoint).
+"""
 
 _CHECKPOINTS_PER_SEQUENCE = 4
 """A running conversation keeps its prompt's end and its answer's newest page; the others are history."""
@@ -72,7 +77,7 @@ class ModelRunner:
         self.max_draft_tokens = (
             0 if method == "none" else config.num_draft_tokens or _DEFAULT_DRAFTS[method]
         )
-        self.has_draft_cache = method == "mtp"
+        self.has_draft_cache = "mtp" in method
         state_dtype = _DTYPES[config.state_dtype]
         codec = choose_codec(config, self.model_config, self._device)
         self.plan: MemoryPlan = plan_memory(
@@ -105,13 +110,22 @@ class ModelRunner:
             self._device,
         )
         self._sampler = Sampler(self.model_config.vocab_size, eos_token_ids, self._device)
-        self.proposer: Proposer | None = None
+        self.proposer = self._make_proposer(method, checkpoint, dtype)
+
+    def _make_proposer(self, method: str, checkpoint: Path, dtype: torch.dtype) -> Proposer | None:
+        if method == "none":
+            return None
         if method == "ngram":
-            self.proposer = NgramProposer()
-        elif method == "mtp":
-            assert isinstance(self._model, Qwen35Moe)
-            head = load_mtp_head(checkpoint, self.model_config, self._model, dtype, self._device)
-            self.proposer = MtpProposer(head, self._model, self._cache.draft_layers[0])
+            return NgramProposer()
+        if not isinstance(self._model, Qwen35Moe):
+            raise ConfigError(
+                f"speculation={method!r}: {self.model_config.model_type} has no MTP layer"
+            )
+        head = load_mtp_head(checkpoint, self.model_config, self._model, dtype, self._device)
+        mtp = MtpProposer(head, self._model, self._cache.draft_layers[0])
+        if method == "mtp":
+            return mtp
+        return LookupFirst(NgramProposer(_LOOKUP_BEFORE_MODEL), mtp)
 
     def _num_checkpoints(self, config: EngineConfig) -> int:
         if not config.enable_prefix_caching or not self.model_config.num_linear_layers:

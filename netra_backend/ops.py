@@ -93,4 +93,7 @@ def apply_rope(x: torch.Tensor, rotation: torch.Tensor) -> None:
     """
     rotary = x[..., : 2 * rotation.shape[-1]]
     pairs = rotary.view(*rotary.shape[:-1], -1, 2)
-    torch.view_as_complex(pairs).mul_(rotation)
+    if x.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotation)
+    else:
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))

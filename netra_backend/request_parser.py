@@ -19,6 +19,7 @@ from netra_backend.request import SamplingParams
 from netra_backend.sampling_options import (
     IGNORED_PARAMETERS,
     SamplingOptions,
+    coerce_bool,
     coerce_int,
     parse_json,
     parse_options,
@@ -52,6 +53,7 @@ INPUTS: tuple[tuple[str, str, int], ...] = (
 """Name, type and length (-1: any) of every input tensor; all are optional to the server."""
 
 _LIST_INPUTS = ("stop", "stop_token_ids", "bad_words")
+_FLAGS = tuple(name for name, data_type, _ in INPUTS if data_type == "TYPE_BOOL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class ClientRequest:
     options: ResponseOptions
     priority: int
     timeout_seconds: float | None
+    cache_salt: str = ""
 
 
 class RequestParser:
@@ -89,38 +92,40 @@ class RequestParser:
         self._defaults = _sampling_defaults(tokenizer, config)
 
     def parse(self, tensors: Tensors, parameters: str) -> ClientRequest:
-        """`parameters`: the server's request parameters as JSON; read only without
-        `sampling_parameters`.
+        """`parameters`: the server's request parameters as JSON. Flags may come through them too; the
+        rest counts as sampling parameters if there is no `sampling_parameters` input.
 
         Raises RequestError (`invalid_request`, `unknown_parameter`).
         """
         if "image" in tensors:
             raise RequestError("invalid_request", "image: this backend serves text only")
-        options = self._sampling(tensors, parameters)
-        stream = _flag(tensors, "stream")
+        others = _json_object("parameters", parameters or "{}")
+        flags = {name: coerce_bool(name, others.pop(name)) for name in _FLAGS if name in others}
+        flags |= {name: bool(_item(tensors, name)) for name in _FLAGS if name in tensors}
+        options = self._sampling(tensors, others, flags)
         prompt_token_ids, text = self._prompt(tensors)
         return ClientRequest(
             prompt_token_ids=prompt_token_ids,
             params=options.params,
             bad_word_ids=self._bad_word_ids(options.params.bad_words),
-            options=self._response_options(tensors, stream, prompt_token_ids, text),
+            options=self._response_options(flags, "text_input" in tensors, prompt_token_ids, text),
             priority=options.priority,
             timeout_seconds=options.timeout_seconds,
+            cache_salt=options.cache_salt,
         )
 
-    def _sampling(self, tensors: Tensors, parameters: str) -> SamplingOptions:
-        given: dict[str, object] = {}
+    def _sampling(
+        self, tensors: Tensors, parameters: dict[str, object], flags: Mapping[str, bool]
+    ) -> SamplingOptions:
         if "sampling_parameters" in tensors:
-            given |= _json_object("sampling_parameters", _string(tensors, "sampling_parameters"))
+            text = _string(tensors, "sampling_parameters")
+            given = _json_object("sampling_parameters", text)
         else:
-            known = _json_object("parameters", parameters or "{}")
-            given |= {
-                name: value for name, value in known.items() if name not in IGNORED_PARAMETERS
-            }
+            given = {k: value for k, value in parameters.items() if k not in IGNORED_PARAMETERS}
         for name in _LIST_INPUTS:
             if name in tensors:
                 given[name] = _strings_or_ints(tensors, name)
-        if _flag(tensors, "return_cumulative_logprob") and given.get("logprobs") is None:
+        if flags.get("return_cumulative_logprob") and given.get("logprobs") is None:
             given["logprobs"] = 0
         return parse_options(given, self._defaults)
 
@@ -162,26 +167,29 @@ class RequestParser:
         return tuple(found)
 
     def _response_options(
-        self, tensors: Tensors, stream: bool, prompt_token_ids: tuple[int, ...], text: str | None
+        self,
+        flags: Mapping[str, bool],
+        is_plain_text: bool,
+        prompt_token_ids: tuple[int, ...],
+        text: str | None,
     ) -> ResponseOptions:
+        stream = flags.get("stream", False)
         # Only a plain text prompt is echoed unasked: nobody wants a rendered template back.
-        exclude = _flag(tensors, "exclude_input_in_output", stream or "text_input" not in tensors)
+        exclude = flags.get("exclude_input_in_output", stream or not is_plain_text)
         if stream and not exclude:
-            raise RequestError(
-                "invalid_request",
-                "When streaming, `exclude_input_in_output` = False is not allowed.",
-            )
+            reason = "When streaming, `exclude_input_in_output` = False is not allowed."
+            raise RequestError("invalid_request", reason)
         echo = "" if exclude else text
         return ResponseOptions(
             stream=stream,
             echo=self._tokenizer.decode(prompt_token_ids) if echo is None else echo,
-            finish_reason=_flag(tensors, "return_finish_reason"),
-            cumulative_logprob=_flag(tensors, "return_cumulative_logprob"),
-            logprobs=_flag(tensors, "return_logprobs"),
-            num_input_tokens=_flag(tensors, "return_num_input_tokens"),
-            num_output_tokens=_flag(tensors, "return_num_output_tokens"),
-            num_cached_tokens=_flag(tensors, "return_num_cached_tokens"),
-            perf_metrics=_flag(tensors, "return_perf_metrics"),
+            finish_reason=flags.get("return_finish_reason", False),
+            cumulative_logprob=flags.get("return_cumulative_logprob", False),
+            logprobs=flags.get("return_logprobs", False),
+            num_input_tokens=flags.get("return_num_input_tokens", False),
+            num_output_tokens=flags.get("return_num_output_tokens", False),
+            num_cached_tokens=flags.get("return_num_cached_tokens", False),
+            perf_metrics=flags.get("return_perf_metrics", False),
         )
 
 
@@ -210,10 +218,6 @@ def _item(tensors: Tensors, name: str) -> object:
         raise RequestError("invalid_request", f"{name} must hold one element, not {array.size}")
     item: object = array.reshape(-1)[0]
     return item
-
-
-def _flag(tensors: Tensors, name: str, default: bool = False) -> bool:
-    return bool(_item(tensors, name)) if name in tensors else default
 
 
 def _string(tensors: Tensors, name: str) -> str:

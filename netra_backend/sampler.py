@@ -61,7 +61,7 @@ class Sampler:
         if not live:
             return [SequenceOutput() for _ in items]
         states = [self._state(item.seq) for item in live]
-        logits = logits.contiguous()
+        logits = logits.to(self._device, torch.float32).contiguous()
         token_ids = self._choose(logits, live, states)
         outputs = iter(_accept(token_ids, live))
         found = [next(outputs) if item.num_logits else SequenceOutput() for item in items]
@@ -174,7 +174,9 @@ def _logprobs(
     logits: torch.Tensor, rows: list[int], token_ids: list[int], *, with_top: bool
 ) -> list[TokenLogprobs]:
     """Of the given token in each row; `with_top` also the most likely tokens of the row."""
-    row = torch.tensor(rows, device=logits.device)[:, None]
+    if len(rows) < len(logits):
+        logits = logits[torch.tensor(rows, device=logits.device)]
+    row = _arange(logits)[:, None]
     maxima = tile_max(logits)
     peaks = maxima.amax(-1)[row]
     log_sums = tile_masses(logits, row, peaks, torch.ones_like(peaks)).sum(-1, keepdim=True).log_()

@@ -46,17 +46,18 @@ class SamplingOptions:
     """What `sampling_parameters` (or the request parameters) said.
 
     `priority`: lower is served first. `timeout_seconds`: the client's own limit for the whole
-    request.
+    request. `cache_salt`: only requests with the same one share prefixes.
     """
 
     params: SamplingParams
     priority: int = 0
     timeout_seconds: float | None = None
+    cache_salt: str = ""
 
 
 def known_options() -> tuple[str, ...]:
     """Every name a client may use."""
-    return (*SamplingParams.names(), "priority", "timeout_seconds")
+    return (*SamplingParams.names(), "priority", "timeout_seconds", "cache_salt")
 
 
 def parse_json(name: str, text: str) -> Any:
@@ -87,7 +88,8 @@ def parse_options(options: Mapping[str, object], defaults: Mapping[str, object])
             values[name] = _COERCIONS[name](name, value)
     priority = values.pop("priority", 0)
     timeout_seconds = values.pop("timeout_seconds", None)
-    return SamplingOptions(SamplingParams(**values), priority, timeout_seconds)
+    cache_salt = values.pop("cache_salt", "")
+    return SamplingOptions(SamplingParams(**values), priority, timeout_seconds, cache_salt)
 
 
 def _invalid(name: str, value: object, expected: str) -> RequestError:
@@ -130,7 +132,14 @@ def coerce_float(name: str, value: object) -> float:
     return number
 
 
-def _coerce_bool(name: str, value: object) -> bool:
+def _coerce_string(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _invalid(name, value, "a string")
+    return value
+
+
+def coerce_bool(name: str, value: object) -> bool:
+    """A JSON boolean, or true, false, 1, 0 in a string."""
     known = {"true": True, "false": False, "1": True, "0": False}
     if isinstance(value, bool):
         return value
@@ -186,12 +195,13 @@ _COERCIONS: dict[str, Callable[[str, object], object]] = {
     "bad_words": _coerce_strings,
     "stop": _coerce_strings,
     "stop_token_ids": _coerce_token_ids,
-    "include_stop_str_in_output": _coerce_bool,
-    "ignore_eos": _coerce_bool,
-    "skip_special_tokens": _coerce_bool,
+    "include_stop_str_in_output": coerce_bool,
+    "ignore_eos": coerce_bool,
+    "skip_special_tokens": coerce_bool,
     "seed": _coerce_seed,
     "logprobs": coerce_int,
     "n": coerce_int,
     "priority": coerce_int,
     "timeout_seconds": _coerce_timeout,
+    "cache_salt": _coerce_string,
 }

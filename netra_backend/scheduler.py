@@ -93,9 +93,8 @@ class Scheduler:
         self.limits.validate(request)
         seq_id = self._next_seq_id
         self._next_seq_id += 1
-        seed = (
-            request.params.seed if request.params.seed is not None else self._config.seed + seq_id
-        )
+        given = request.params.seed
+        seed = given if given is not None else self._config.seed + seq_id
         tokens = list(request.prompt_token_ids)
         seq = Sequence(seq_id, request, tokens, len(tokens), seed)
         seq.max_num_tokens = len(tokens) + self.limits.max_output(request)
@@ -162,21 +161,19 @@ class Scheduler:
     def _record_departure(self, seq: Sequence, now: float) -> None:
         if seq.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        metrics, request, produced = self._metrics, seq.request, seq.num_output_tokens
         self._forecast.record(seq)
-        metrics.e2e_latency.observe(now - request.arrival_time)
-        metrics.request_prompt_tokens.observe(seq.num_prompt_tokens)
-        metrics.request_generation_tokens.observe(produced)
-        metrics.request_params_n.observe(request.params.n)
-        if produced > 1 and seq.first_token_time is not None and seq.last_token_time is not None:
+        produced = seq.num_output_tokens
+        seconds = 0.0
+        if seq.first_token_time is not None and seq.last_token_time is not None:
             seconds = seq.last_token_time - seq.first_token_time
-            metrics.time_per_output_token.observe(seconds / (produced - 1))
+        self._metrics.observe_request(
+            seq.num_prompt_tokens, produced, now - seq.request.arrival_time, seconds
+        )
 
     # ---- what the next step computes
 
     def schedule(self) -> Batch | None:
-        """The next step, or None if nothing is live. Its pages are allocated; `update` must
-        follow."""
+        """The next step, or None if nothing is live. Its pages are taken; `update` must follow."""
         assert self._in_flight is None, "update the previous step first"
         if self._drafts is not None:
             for seq in self._drafts.take_collapsed():
@@ -185,8 +182,7 @@ class Scheduler:
         may_start = self._schedule_decodes(batch)
         self._schedule_prompts(batch, may_start)
         while not batch.scheduled and self._running:
-            # Part-done prompts only, and no page left: the newest gives way until the oldest
-            # advances.
+            # Only part-done prompts and no page: the newest give way until the oldest advances.
             self._preempt(self._running[-1])
             self._schedule_prompts(batch, may_start=False)
         if not batch.scheduled:
@@ -203,8 +199,7 @@ class Scheduler:
         return batch
 
     def _schedule_decodes(self, batch: Batch) -> bool:
-        """Add one row (and drafts) per decoding sequence, the oldest first; False if one was
-        preempted."""
+        """Add a row and drafts per decoding sequence, the oldest first; False if one was preempted."""
         decoding = [s for s in self._running if len(s.token_ids) - s.num_computed_tokens == 1]
         budget = self._config.max_num_batched_tokens
         if len(self._running) > len(decoding) or self._waiting:
@@ -241,8 +236,7 @@ class Scheduler:
         return [seq for i, seq in enumerate(decoding) if i in turn]
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Free a page for `seq` by preempting newer sequences; False if `seq` was the newest and
-        gave way."""
+        """Free a page by preempting the newest; False if that was `seq` itself."""
         while self._blocks.num_free_pages == 0:
             newest = self._running[-1]
             self._preempt(newest)
@@ -280,8 +274,7 @@ class Scheduler:
         return urgency(seq.request, remaining)
 
     def _prompt_rows(self, batch: Batch, parts: list[Sequence]) -> int:
-        """Rows for prompts: what the batch has left, less if decoding would miss its time per
-        token."""
+        """Rows for prompts: what is left, less if decoding would miss its time per token."""
         rows = self._config.max_num_batched_tokens - batch.num_tokens
         if self._config.target_tpot_ms == 0 or not batch.scheduled:
             return rows
@@ -350,17 +343,19 @@ class Scheduler:
             if item.is_chunk:
                 seq.num_computed_tokens += item.num_scheduled_tokens
                 seq.num_replay_tokens = 0
-            else:
+            elif item.draft_token_ids:
                 accepted = min(result.num_accepted_tokens, kept)
                 seq.num_computed_tokens += 1 + accepted
                 seq.num_replay_tokens = 1 + accepted
-                if item.draft_token_ids:
-                    seq.num_draft_tokens += len(item.draft_token_ids)
-                    seq.num_accepted_tokens += accepted
-                    num_drafts += len(item.draft_token_ids)
-                    num_accepted += accepted
-                    if self._drafts is not None:
-                        self._drafts.observe(seq, len(item.draft_token_ids), accepted)
+                seq.num_draft_tokens += len(item.draft_token_ids)
+                seq.num_accepted_tokens += accepted
+                num_drafts += len(item.draft_token_ids)
+                num_accepted += accepted
+                if self._drafts is not None:
+                    self._drafts.observe(seq, len(item.draft_token_ids), accepted)
+            else:
+                seq.num_computed_tokens += 1
+                seq.num_replay_tokens = 1
             if kept:
                 seq.draft_token_ids = result.draft_token_ids
                 num_tokens += kept

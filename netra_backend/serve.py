@@ -30,7 +30,13 @@ _LOG_LINE = re.compile(r'^[IWEF]\d{4} \S+ \d+ \S+\] "?netra_backend\.\w+: (.*?)"
 _CHECKPOINT = re.compile(
     r'^\s*parameters\s*{\s*key:\s*"checkpoint"\s*value\s*{\s*string_value:\s*"([^"]*)"', re.M
 )
+_LOADING = re.compile(r'\] "?loading: (\S+):\d+')
 _HEARTBEAT_SECONDS = 10.0
+_CLEAR = "\r\x1b[K"
+_STOP_SECONDS = 45.0
+"""More than the 30 s that the server itself gives requests in flight."""
+_STOP_LOADING_SECONDS = 2.0
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"netra: {error}\n")
         return 2
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,20 +96,22 @@ def _serve(options: argparse.Namespace, workspace: Path) -> int:
             arguments=options.server_arguments,
             on_line=progress.line,
         )
+        ready = False
         try:
-            if _wait_until_ready(server, progress, signals):
+            ready = _wait_until_ready(server, progress, signals)
+            if ready:
                 sys.stdout.write(_banner(options.host, ports, progress.seconds(), repository))
                 sys.stdout.flush()
                 _wait_for_exit(server, signals)
         finally:
-            failed = server.exit_code() not in (None, 0) and not signals.count
-            code = server.stop()
-    if failed:
-        sys.stderr.write(
-            "netra: the server ended with code {}:\n  {}\n".format(
-                code, "\n  ".join(server.error_lines())
-            )
-        )
+            code_by_itself = server.exit_code()
+            # A server that still loads has nothing in flight and does not listen to signals.
+            code = server.stop(_STOP_SECONDS if ready else _STOP_LOADING_SECONDS)
+    if signals.count and not ready:
+        return _INTERRUPTED
+    if code_by_itself not in (None, 0) and not signals.count:
+        reason = "\n  ".join(server.error_lines())
+        sys.stderr.write(f"netra: the server ended with code {code}:\n  {reason}\n")
     return code
 
 
@@ -236,21 +244,23 @@ class _Progress:
 
     def line(self, line: str) -> None:
         """One line of the server's log (called from the reading thread)."""
-        match = _LOG_LINE.match(line)
+        loading, own = _LOADING.search(line), _LOG_LINE.match(line)
         if self._show_all:
             sys.stderr.write(line + "\n")
-        elif match and (not self.loading or not self._rewrite):
-            sys.stderr.write(f"  {match[1]}\n")
-        if match:
-            self._phase = match[1]
+        elif own:
+            sys.stderr.write(f"{_CLEAR if self._rewrite and self.loading else ''}  {own[1]}\n")
             self._last_shown = self.seconds()
+        if loading and not own:
+            self._phase = f"the server starts model {loading[1]}"
+        elif own:
+            self._phase = own[1]
 
     def tick(self) -> None:
         """Called a few times a second while loading."""
         if self._show_all:
             return
         if self._rewrite:
-            sys.stderr.write(f"\r\x1b[K[{self.seconds():4.0f} s] {self._phase[:100]}")
+            sys.stderr.write(f"{_CLEAR}[{self.seconds():4.0f} s] {self._phase[:100]}")
             sys.stderr.flush()
         elif self.seconds() - self._last_shown >= _HEARTBEAT_SECONDS:
             self._last_shown = self.seconds()
@@ -260,7 +270,7 @@ class _Progress:
         """Loading ended, one way or the other."""
         self.loading = False
         if self._rewrite:
-            sys.stderr.write("\r\x1b[K")
+            sys.stderr.write(_CLEAR)
 
 
 def _wait_until_ready(server: ServerProcess, progress: _Progress, signals: _Signals) -> bool:

@@ -182,7 +182,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def stop(self, timeout_seconds: float = 45.0) -> int:
+    def stop(self, timeout_seconds: float) -> int:
         """Terminate, kill if that takes too long, remove what it left in /dev/shm; gives the exit
         code."""
         self.terminate()

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from netra_kernels.kv_codec import decode_page_ref, page_layout
 
 from netra_backend.batch import Batch, ScheduledSequence
 from netra_backend.cache.kv_cache import KVCache
@@ -17,6 +16,7 @@ from netra_backend.memory_plan import KVLayout, plan_memory, tail_rows
 from netra_backend.request import Request, SamplingParams
 from netra_backend.sequence import PAGE_SIZE, Sequence
 from netra_backend.torch_ops.attention import paged_attention
+from netra_kernels.kv_codec import decode_page_ref, page_layout
 
 KV_HEADS = 2
 GROUP = 3
@@ -44,23 +44,30 @@ class AttentionDriver:
     """A KVCache of one layer, sequences of `lengths` tokens, one slot each."""
 
     def __init__(
-        self, codec: str, head_dim: int, lengths: list[int], max_drafts: int = 0, seed: int = 0
+        self,
+        codec: str,
+        head_dim: int,
+        lengths: list[int],
+        max_drafts: int = 0,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self._generator, self._codec, self._dim = generator, codec, head_dim
+        self._dtype = dtype
         num_pages = sum(length // PAGE_SIZE for length in lengths) + 1
         plan = plan_memory(
             config(head_dim),
             budget_bytes=2**30,
             num_slots=len(lengths),
             max_model_len=4096,
-            element_bytes=4,
-            state_element_bytes=4,
+            element_bytes=dtype.itemsize,
+            state_element_bytes=dtype.itemsize,
             max_draft_tokens=max_drafts,
             kv=KVLayout(codec, tail_rows(max_drafts)),
         )
         assert plan.num_pages >= num_pages
-        self.cache = KVCache(config(head_dim), plan, torch.float32, torch.device("cpu"))
+        self.cache = KVCache(config(head_dim), plan, dtype, torch.device("cpu"))
         order = torch.randperm(num_pages, generator=generator).tolist()
         self._free_pages: list[int] = order
         self.sequences = []
@@ -113,11 +120,12 @@ class AttentionDriver:
         return error
 
     def _random(self, count: int, heads: int) -> torch.Tensor:
-        return torch.randn(count, heads, self._dim, generator=self._generator)
+        rows = torch.randn(count, heads, self._dim, generator=self._generator)
+        return rows.to(self._dtype)
 
     def _keys(self, count: int) -> torch.Tensor:
         kv = self._random(count, 2 * KV_HEADS)
-        kv[:, :KV_HEADS] += torch.linspace(-2, 2, self._dim)
+        kv[:, :KV_HEADS] += torch.linspace(-2, 2, self._dim).to(self._dtype)
         return kv
 
     def _expected(
@@ -126,13 +134,13 @@ class AttentionDriver:
         """Dense attention over what the pages stand for, the committed rows after them, and the new ones."""
         seq = item.seq
         past = self.sequences[seq.seq_id].kv[len(page_ids) * PAGE_SIZE : seq.num_computed_tokens]
-        exact = torch.cat((past, kv)).transpose(0, 1)
+        exact = torch.cat((past, kv)).transpose(0, 1).float()
         pages = [self._decode(page) for page in page_ids]
         keys = torch.cat([k for k, _ in pages] + [exact[:KV_HEADS]], 1).repeat_interleave(GROUP, 0)
         values = torch.cat([v for _, v in pages] + [exact[KV_HEADS:]], 1).repeat_interleave(
             GROUP, 0
         )
-        scores = q.transpose(0, 1) @ keys.transpose(1, 2) * self._dim**-0.5
+        scores = q.transpose(0, 1).float() @ keys.transpose(1, 2) * self._dim**-0.5
         hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
         scores[:, :, keys.shape[1] - len(q) :].masked_fill_(hidden, float("-inf"))
         return (scores.softmax(-1) @ values).transpose(0, 1)
@@ -140,6 +148,6 @@ class AttentionDriver:
     def _decode(self, page: int) -> tuple[torch.Tensor, torch.Tensor]:
         stored = self.cache.layers[0].pages[page]
         if self._codec == "plain":
-            return stored[0], stored[1]
-        layout = page_layout(self._codec.removesuffix("_e4m3"), KV_HEADS, self._dim)
+            return stored[0].float(), stored[1].float()
+        layout = page_layout(self._codec, KV_HEADS, self._dim)
         return decode_page_ref(stored, layout)

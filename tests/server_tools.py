@@ -65,6 +65,7 @@ class Answer:
 
     def token_ids(self) -> list[int]:
         """The chosen tokens, read from `logprobs` (asked for with return_logprobs and logprobs 0)."""
+        assert not self.last.error, self.last.error
         entries = [json.loads(response.outputs["logprobs"]) or [] for response in self.responses]
         return [int(next(iter(position))) for entry in entries for position in entry]
 

@@ -76,7 +76,7 @@ def test_a_long_prompt_in_chunks_reads_its_history_in_groups(
 @pytest.mark.parametrize("codec", CODECS)
 def test_pages_do_not_depend_on_drafts_or_on_how_tokens_were_cut(codec: str) -> None:
     """Rejected drafts, chunk sizes and steps leave no trace in sealed bytes."""
-    cuts = [[200], [64, 64, 72], [1, 63, 130, 6], [1] * 200]
+    cuts = [[200], [64, 64, 72], [1, 63, 130, 6], [50, *[1] * 20, 130]]
     pages = []
     for number, cut in enumerate(cuts):
         driver = AttentionDriver(codec, 64, [260], max_drafts=3)
@@ -109,3 +109,14 @@ def test_more_drafts_than_the_tail_was_made_for_are_an_error() -> None:
     driver.step([(driver.sequences[0], 60, 0)])
     with pytest.raises(AssertionError, match="more drafts"):
         driver.step([(driver.sequences[0], 1, 5)])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_bfloat16_rows_stay_within_bfloat16_of_float32(codec: str) -> None:
+    errors = []
+    for dtype in (torch.float32, torch.bfloat16):
+        driver = AttentionDriver(codec, 64, [200, 30, 700], dtype=dtype)
+        driver.step([(rows, rows.seq.num_tokens - 20, 0) for rows in driver.sequences])
+        errors += [driver.step([(rows, count, 0) for rows in driver.sequences]) for count in (1, 9)]
+    assert max(errors[:2]) < LIMIT
+    assert max(errors[2:]) < 0.05

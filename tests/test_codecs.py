@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from netra_kernels.kv_codec import decode_page_ref, encode_page_ref, page_layout
 
 from netra_backend.cache.codecs import (
     PlainCodec,
@@ -17,6 +16,7 @@ from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.errors import ConfigError
 from netra_backend.sequence import PAGE_SIZE
 from netra_backend.torch_ops.attention import attend_groups
+from netra_kernels.kv_codec import decode_page_ref, encode_page_ref, page_layout
 
 QUANTIZED = ("int8", "k8v4", "int4", "fp8_e4m3")
 DIMS = (16, 64, 128, 256)
@@ -41,7 +41,7 @@ def rows(count: int, dim: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tenso
 
 def decoded(name: str, dim: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [HEADS, tokens, dim] of pages, by the kernels' reference."""
-    layout = page_layout(name.removesuffix("_e4m3"), HEADS, dim)
+    layout = page_layout(name, HEADS, dim)
     parts = [decode_page_ref(page, layout) for page in pages]
     return torch.cat([k for k, _ in parts], 1), torch.cat([v for _, v in parts], 1)
 
@@ -58,7 +58,7 @@ def dense(
 @pytest.mark.parametrize("dim", DIMS)
 def test_pages_are_the_kernels_byte_for_byte(name: str, dim: int) -> None:
     keys, values = rows(3, dim)
-    layout = page_layout(name.removesuffix("_e4m3"), HEADS, dim)
+    layout = page_layout(name, HEADS, dim)
     expected = [encode_page_ref(k, v, layout) for k, v in zip(keys, values, strict=True)]
     assert torch.equal(quantized(name, dim).seal(keys, values), torch.stack(expected))
 

@@ -66,7 +66,12 @@ def random_request(rng: random.Random, simulated: Simulated, request_id: str) ->
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+def seeds(count: int, fast: int) -> list[object]:
+    """The first `fast` always, the others only in the full run."""
+    return [*range(fast), *(pytest.param(s, marks=pytest.mark.slow) for s in range(fast, count))]
+
+
+@pytest.mark.parametrize("seed", seeds(60, fast=16))
 def test_fuzz(seed: int) -> None:
     """Add, abort, expire, preempt, draft, finish: one final each, the scripted tokens, nothing
     leaked."""
@@ -115,7 +120,7 @@ def check_answer(simulated: Simulated, request_id: str, aborted: set[str]) -> No
 
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4, fast=1))
 def test_preempted_again_and_again(seed: int, num_drafts: int) -> None:
     """Twelve users in a pool that holds two: everyone is preempted often, and everyone
     completes."""
@@ -209,6 +214,7 @@ def test_giant_prompts_do_not_starve_decoding() -> None:
     assert all(simulated.final(f"giant{number}").num_output_tokens == 1 for number in range(3))
 
 
+@pytest.mark.slow
 def test_time_per_token_target_shrinks_chunks() -> None:
     """With a target, decoders keep it while the same giants are computed beside them."""
     config = EngineConfig(max_num_batched_tokens=4096, target_tpot_ms=60.0)

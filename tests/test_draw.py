@@ -36,6 +36,20 @@ def test_large_vocabulary(name: str) -> None:
             assert output.token_ids == reference_tokens(seq, model, 1)
 
 
+def test_rows_of_all_kinds_in_one_step() -> None:
+    model = random_model(1100, scale=1.0)
+    names = ["hot", "top_p_wide", "temperature", "top_k", "min_p_wide", "greedy", "filters_wide"]
+    seqs = [
+        make_sequence(FEATURES[name], PROMPT, seq_id=i, seed=i)
+        for i, name in enumerate(names + names[::-1])
+    ]
+    for subset in (seqs, seqs[:2], seqs[1:3], seqs[::3], [seqs[0], seqs[1], seqs[-1]]):
+        items = [make_item(seq) for seq in subset]
+        outputs = make_sampler(1100).sample(make_logits(model, items), items)
+        for seq, output in zip(subset, outputs, strict=True):
+            assert output.token_ids == reference_tokens(seq, model, 1)
+
+
 @pytest.mark.parametrize("name", ["top_k", "top_k_1", "top_p", "min_p", "filters", "everything"])
 def test_tokens_that_tie_at_the_edge_of_a_filter_stay(name: str) -> None:
     model = random_model(400, scale=1.0, step=1.0)
@@ -54,6 +68,14 @@ def tied_past_the_candidates() -> np.ndarray:
     return row
 
 
+def one_above_a_crowd() -> np.ndarray:
+    """100 tokens tie for the second place: top-k 3 keeps them, with five sixths of the mass."""
+    row = np.full(400, -9.0, dtype=np.float32)
+    row[250] = 3.0
+    row[100:200] = 0.0
+    return row
+
+
 def edge_in_a_crowd() -> np.ndarray:
     """Top-p 0.8 cuts in the middle of 1500 tokens that differ by 1e-6 each."""
     row = np.ones(2000, dtype=np.float32)
@@ -62,10 +84,17 @@ def edge_in_a_crowd() -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("row", "top_p"), [(tied_past_the_candidates(), 0.52), (edge_in_a_crowd(), 0.8)]
+    ("row", "top_k", "top_p"),
+    [
+        (tied_past_the_candidates(), 0, 0.52),
+        (edge_in_a_crowd(), 0, 0.8),
+        (edge_in_a_crowd(), 1200, 0.6),
+        (edge_in_a_crowd(), 1200, 0.8),
+        (one_above_a_crowd(), 3, 0.3),
+    ],
 )
-def test_large_nuclei_are_cut_exactly(row: np.ndarray, top_p: float) -> None:
-    params = SamplingParams(temperature=1.0, top_p=top_p)
+def test_large_nuclei_are_cut_exactly(row: np.ndarray, top_k: int, top_p: float) -> None:
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
     items = [make_item(make_sequence(params, PROMPT, seq_id=i, seed=i)) for i in range(80)]
     outputs = make_sampler(len(row)).sample(torch.from_numpy(row).repeat(80, 1), items)
     for item, output in zip(items, outputs, strict=True):

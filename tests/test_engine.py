@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import random
 import threading
@@ -15,25 +16,32 @@ from netra_backend.config import EngineConfig
 from netra_backend.engine import PendingStep
 from netra_backend.errors import EngineError, RequestError
 from netra_backend.request import FinishReason, RequestOutput
-from netra_backend.simulator import SimModel
 
 PATIENCE = 60.0
 """Seconds that a test waits for a thread before it fails."""
 
 
 class Faulty(CheckedRunner):
-    """Does something else instead of running step `at`."""
+    """Calls `fault` in step `at`: when it is launched, or when it is waited for."""
 
-    def __init__(self, inner: CheckedRunner, at: int, fault: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: CheckedRunner, at: int, fault: Callable[[], None], in_launch: bool
+    ) -> None:
         self._checked = inner
         self._left = at
         self._fault = fault
+        self._in_launch = in_launch
         self.batches = []
 
     def launch(self, batch: Batch) -> PendingStep:
         self._left -= 1
         pending = self._checked.launch(batch)
-        return Late(pending, self._fault) if self._left == 0 else pending
+        if self._left:
+            return pending
+        if self._in_launch:
+            self._fault()
+            return pending
+        return Late(pending, self._fault)
 
 
 class Late:
@@ -52,8 +60,13 @@ def broken() -> None:
     raise RuntimeError("the device fell off")
 
 
-def faulty(at: int, fault: Callable[[], None], config: EngineConfig | None = None) -> Simulated:
-    return simulate(config, wrap=lambda runner: Faulty(runner, at, fault))
+def faulty(
+    at: int,
+    fault: Callable[[], None],
+    config: EngineConfig | None = None,
+    in_launch: bool = False,
+) -> Simulated:
+    return simulate(config, wrap=lambda runner: Faulty(runner, at, fault, in_launch))
 
 
 def finals(simulated: Simulated, count: int) -> dict[str, RequestOutput]:
@@ -93,6 +106,15 @@ def test_tokens_are_delivered_while_the_next_step_runs() -> None:
     assert not simulated.step()
 
 
+def test_delivery_precedes_the_end_of_the_next_step() -> None:
+    seen: list[int] = []
+    simulated = faulty(2, lambda: seen.append(simulated.engine.outputs.qsize()))
+    simulated.add("r", 10, max_tokens=3)
+    simulated.step()
+    simulated.step()
+    assert seen == [1]
+
+
 def test_seeded_answers_do_not_depend_on_their_company() -> None:
     alone, crowded = simulate(), simulate(EngineConfig(max_num_seqs=4), num_pages=64)
     alone.add("r", 100, max_tokens=50, seed=5)
@@ -102,67 +124,6 @@ def test_seeded_answers_do_not_depend_on_their_company() -> None:
     crowded.add("r", 100, max_tokens=50, seed=5)
     crowded.run()
     assert crowded.tokens("r") == alone.tokens("r")
-
-
-@pytest.mark.parametrize("num_drafts", [0, 6])
-@pytest.mark.parametrize("include", [False, True])
-def test_stop_string_cuts_the_text(include: bool, num_drafts: int) -> None:
-    """The string spans two tokens; what lies behind it is not delivered, and the sequence is
-    freed."""
-    simulated = simulate(model=SimModel(num_drafts=num_drafts, acceptance=1.0))
-    simulated.add("free", 10, max_tokens=60, seed=3)
-    simulated.run()
-    tokens = simulated.tokens("free")
-    stop = f"{tokens[20]}><{tokens[21]}"
-    simulated.add("r", 10, max_tokens=60, seed=3, stop=(stop,), include_stop_str_in_output=include)
-    while "r" not in simulated.outputs or not simulated.outputs["r"][-1].finished:
-        simulated.step()
-    simulated.assert_nothing_held()
-    final = simulated.final("r")
-    assert (final.finish_reason, final.error) == (FinishReason.STOP, None)
-    full = "".join(f"<{token}>" for token in tokens)
-    end = full.index(stop) + (len(stop) if include else 0)
-    assert simulated.text("r") == full[:end]
-    assert simulated.tokens("r")[:22] == tokens[:22]
-    assert not simulated.step()
-
-
-def test_stop_string_in_the_last_token() -> None:
-    simulated = simulate()
-    simulated.add("free", 10, max_tokens=5, seed=3)
-    simulated.run()
-    last = f"<{simulated.tokens('free')[-1]}>"
-    simulated.add("r", 10, max_tokens=5, seed=3, stop=(last,))
-    simulated.run()
-    assert simulated.final("r").finish_reason is FinishReason.STOP
-    assert simulated.text("r") == simulated.text("free").removesuffix(last)
-    simulated.assert_nothing_held()
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_stop_token_is_no_text(include: bool) -> None:
-    simulated = simulate()
-    simulated.add("free", 10, max_tokens=9, seed=3)
-    simulated.run()
-    token = simulated.tokens("free")[6]
-    stops = {"stop_token_ids": (token,), "include_stop_str_in_output": include}
-    simulated.add("r", 10, max_tokens=9, seed=3, **stops)
-    simulated.run()
-    assert simulated.final("r").finish_reason is FinishReason.STOP
-    assert simulated.tokens("r") == simulated.tokens("free")[:7]
-    shown = simulated.tokens("r")[: 7 if include else 6]
-    assert simulated.text("r") == "".join(f"<{each}>" for each in shown)
-
-
-def test_held_text_is_released_at_the_end() -> None:
-    simulated = simulate()
-    simulated.add("free", 10, max_tokens=5, seed=3)
-    simulated.run()
-    beginning = f"<{simulated.tokens('free')[-1]}>"
-    simulated.add("r", 10, max_tokens=5, seed=3, stop=(beginning + "never",))
-    simulated.run()
-    assert simulated.text("r") == simulated.text("free")
-    assert simulated.final("r").finish_reason is FinishReason.LENGTH
 
 
 # ---- aborts and deadlines
@@ -218,6 +179,23 @@ def test_abort_after_the_end_and_of_strangers_is_ignored() -> None:
     simulated.outputs.clear()
     simulated.run()
     assert simulated.final("r").finish_reason is FinishReason.LENGTH
+
+
+def test_late_abort_does_not_hit_the_next_request_of_that_id() -> None:
+    """The abort arrives while the last output is about to be sent; then the id is used again."""
+
+    def late_abort() -> None:
+        simulated.engine.abort("r", RequestError("cancelled", "too late"))
+
+    simulated = faulty(3, late_abort, in_launch=True)
+    simulated.add("other", 10, max_tokens=20)
+    simulated.add("r", 10, max_tokens=2)
+    while "r" not in simulated.outputs or not simulated.outputs["r"][-1].finished:
+        simulated.step()
+    assert simulated.outputs.pop("r")[-1].error is None
+    simulated.add("r", 10, max_tokens=2)
+    simulated.run()
+    assert simulated.final("r").error is None
 
 
 def test_deadline_cancels() -> None:
@@ -308,14 +286,16 @@ def test_exception_in_delivery_fails_live_requests(monkeypatch: pytest.MonkeyPat
     simulated.engine.shutdown(0.0)
 
 
-def test_watchdog_fails_a_wedged_engine() -> None:
+@pytest.mark.parametrize("in_launch", [False, True])
+def test_watchdog_fails_a_wedged_engine(in_launch: bool) -> None:
     """A step that never ends; when it ends after all, nothing more comes out."""
     released = threading.Event()
 
     def wedge() -> None:
         assert released.wait(PATIENCE)
 
-    simulated = faulty(3, wedge, EngineConfig(max_num_seqs=8, watchdog_seconds=0.2))
+    config = EngineConfig(max_num_seqs=8, watchdog_seconds=0.2)
+    simulated = faulty(3, wedge, config, in_launch)
     simulated.engine.start()
     for number in range(3):
         simulated.add(f"r{number}", 100, max_tokens=50)
@@ -330,15 +310,35 @@ def test_watchdog_fails_a_wedged_engine() -> None:
     assert no_more_outputs(simulated)
 
 
-def test_watchdog_sleeps_while_nothing_is_live() -> None:
-    simulated = simulate(EngineConfig(max_num_seqs=8, watchdog_seconds=0.05))
+def test_watchdog_counts_from_the_first_request_after_idle_time() -> None:
+    """Idle for longer than the limit, then a step of two of the watchdog's looks: no alarm."""
+
+    def pause() -> None:
+        threading.Event().wait(2.5)
+
+    simulated = faulty(1, pause, EngineConfig(max_num_seqs=8, watchdog_seconds=30.0))
     simulated.engine.start()
-    threading.Event().wait(0.3)
+    simulated.engine._last_progress -= 1000.0
     simulated.add("r", 100, max_tokens=3)
     assert finals(simulated, 1)["r"].finish_reason is FinishReason.LENGTH
-    threading.Event().wait(0.2)
     assert simulated.engine.healthy
+    simulated.engine._last_progress -= 1000.0
+    pause()
+    assert simulated.engine.healthy  # nothing is live
     simulated.engine.shutdown(0.0)
+
+
+def test_full_collections_are_rare_once_started() -> None:
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(700, 10, 10)
+        simulated = simulate()
+        assert gc.get_threshold() == (700, 10, 10)
+        simulated.engine.start()
+        assert gc.get_threshold() == (700, 10, 1000)
+        simulated.engine.shutdown(0.0)
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 # ---- shutdown

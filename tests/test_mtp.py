@@ -16,7 +16,8 @@ from netra_backend.batch import Batch, ScheduledSequence, SequenceOutput, StepOu
 from netra_backend.errors import ConfigError
 from netra_backend.forward_context import ForwardContext
 from netra_backend.model_runner import ModelRunner
-from netra_backend.spec.proposer import Proposer
+from netra_backend.scheduler import Scheduler
+from netra_backend.spec.proposer import LookupFirst, Proposer
 
 NUM_DRAFTS = 5
 LENGTHS = (2, 30, 61, 64, 100, 129)
@@ -163,6 +164,84 @@ def test_preempted_sequences_draft_as_before(runner: ModelRunner, chain: Referen
     assert seen
     for tokens, drafts in seen[:8]:
         assert drafts == chain.drafts(tokens, len(drafts)), f"after {len(tokens)} tokens"
+
+
+class EverySecondLookup:
+    """Finds (wrong) drafts for sequences of even length."""
+
+    def propose(
+        self,
+        items: list[ScheduledSequence],
+        outputs: list[SequenceOutput],
+        context: ForwardContext,
+        hidden: torch.Tensor,
+    ) -> list[list[int]]:
+        lens = [
+            item.seq.num_tokens + len(out.token_ids)
+            for item, out in zip(items, outputs, strict=True)
+        ]
+        return [
+            [1] * item.num_wanted_drafts if length % 2 == 0 else []
+            for item, length in zip(items, lens, strict=True)
+        ]
+
+    def free(self, seq_ids: list[int]) -> None:
+        pass
+
+
+def test_lookup_goes_first_and_the_layer_follows_all_the_same(
+    runner: ModelRunner, chain: ReferenceChain
+) -> None:
+    prompts = random_prompts([40, 61, 70], VOCAB_SIZE)
+    plain = run(runner, prompts, greedy(16)).token_ids
+    real = runner.proposer
+    assert real is not None
+    runner.proposer = LookupFirst(EverySecondLookup(), real)
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def after(batch: Batch, output: StepOutput) -> None:
+        for item, out in zip(batch.scheduled, output.outputs, strict=True):
+            seen.append((item.seq.token_ids + out.token_ids, out.draft_token_ids))
+            assert item.num_wanted_drafts == len(out.draft_token_ids)
+
+    try:
+        result = run(runner, prompts, greedy(16), after=after, num_drafts=3)
+    finally:
+        runner.proposer = real
+    assert result.token_ids == plain
+    for tokens, drafts in seen:
+        looked_up = len(tokens) % 2 == 0
+        right = [1] * len(drafts) if looked_up else chain.drafts(tokens, len(drafts))
+        assert drafts == right, f"after {len(tokens)} tokens"
+
+
+def test_a_corrupt_draft_cache_changes_no_token_and_heals_when_recomputed(
+    checkpoint: Path, runner: ModelRunner, chain: ReferenceChain
+) -> None:
+    prompt = random_prompts([70], VOCAB_SIZE, seed=4)[0]
+    plain = run(runner, [prompt], greedy(30)).token_ids
+    seen: list[tuple[bool, list[int], list[int]]] = []
+
+    def at_step(number: int, scheduler: Scheduler) -> None:
+        if number == 6:
+            for layer in runner._cache.draft_layers:
+                layer.pages.fill_(float("nan"))
+                layer.tails.fill_(float("nan"))
+        if number == 12:
+            scheduler._preempt(scheduler._running[0])
+
+    def after(batch: Batch, output: StepOutput) -> None:
+        item, out = batch.scheduled[0], output.outputs[0]
+        if out.draft_token_ids:
+            healthy = bool(item.seq.num_preemptions)
+            seen.append((healthy, item.seq.token_ids + out.token_ids, out.draft_token_ids))
+
+    result = run(runner, [prompt], greedy(30), at_step=at_step, after=after, num_drafts=2)
+    assert result.token_ids == plain
+    healed = [(tokens, drafts) for healthy, tokens, drafts in seen if healthy]
+    assert healed
+    for tokens, drafts in healed:
+        assert drafts == chain.drafts(tokens, len(drafts))
 
 
 def test_an_fp8_checkpoint_brings_its_mtp_layer(checkpoint: Path, tmp_path: Path) -> None:

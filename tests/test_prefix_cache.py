@@ -21,7 +21,7 @@ def test_a_key_depends_on_everything_before_it_and_on_the_salt() -> None:
     changed = [999, *tokens[1:]]
     assert not set(keys_of(changed, "model")) & set(keys)
     assert not set(keys_of(tokens, "model", "tenant")) & set(keys)
-    later = tokens[:-1] + [999]
+    later = [*tokens[:-1], 999]
     assert keys_of(later, "model")[:3] == keys[:3]
     assert keys_of(later, "model")[3] != keys[3]
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
+
 from netra_backend.config import EngineConfig
 from netra_backend.engine import Engine
 from netra_backend.errors import RequestError
@@ -47,7 +47,9 @@ class Client:
         self.engine = engine
         self._count = 0
 
-    def run(self, *prompts: list[int], params: SamplingParams = PARAMS, salt: str = "") -> list[RequestOutput]:
+    def run(
+        self, *prompts: list[int], params: SamplingParams = PARAMS, salt: str = ""
+    ) -> list[RequestOutput]:
         names = [self.submit(prompt, params, salt) for prompt in prompts]
         totals: dict[str, RequestOutput] = {}
         for output in self.drain():
@@ -129,12 +131,12 @@ def test_a_prompt_reuses_one_that_is_still_running(checkpoint: Path, cold: Clien
     first = client.submit(prompt, replace(PARAMS, max_tokens=30))
     for _ in range(5):
         client.engine.step()
-    second = client.submit(prompt + [7, 8])
+    second = client.submit([*prompt, 7, 8])
     outputs = list(client.drain())
     cached = [output.num_cached_tokens for output in outputs if output.request_id == second]
     assert set(cached) == {256}
     got = [t for output in outputs if output.request_id == second for t in output.token_ids]
-    assert tuple(got) == cold.run(prompt + [7, 8])[0].token_ids
+    assert tuple(got) == cold.run([*prompt, 7, 8])[0].token_ids
     assert any(output.request_id == first and output.finished for output in outputs)
 
 

@@ -198,6 +198,14 @@ def test_every_flag_reaches_its_option(parser):
         assert not parse(parser, text_input=strings("a"), **{name: flag(False)}).options.logprobs
 
 
+def test_flags_may_come_as_request_parameters_and_inputs_win(parser):
+    given = parse(parser, {"stream": True, "return_logprobs": "true"}, text_input=strings("a"))
+    assert (given.options.stream, given.options.logprobs, given.options.echo) == (True, True, "")
+    given = parse(parser, {"stream": True}, text_input=strings("a"), stream=flag(False))
+    assert not given.options.stream
+    assert "stream" in fail(parser, {"stream": "perhaps"}, text_input=strings("a")).message
+
+
 def test_cumulative_logprob_asks_for_the_chosen_tokens_logprob(parser):
     asked = parse(parser, text_input=strings("a"), return_cumulative_logprob=flag(True))
     assert asked.params.logprobs == 0

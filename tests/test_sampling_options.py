@@ -152,3 +152,9 @@ def test_priority_and_time_limit_are_not_sampling_params():
 def test_broken_json_names_the_input(text):
     with pytest.raises(RequestError, match="sampling_parameters is not valid JSON"):
         parse_json("sampling_parameters", text)
+
+
+def test_cache_salt_is_a_string_and_no_sampling_param():
+    assert parse_options({"cache_salt": "tenant"}, {}).cache_salt == "tenant"
+    assert parse_options({}, {}).cache_salt == ""
+    assert "cache_salt" in fail({"cache_salt": 3}).message

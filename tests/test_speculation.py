@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
+from checkpoints import VOCAB_SIZE, make_random_llama, make_random_mtp, make_random_qwen
 from inline_engine import Reference, greedy, make_runner, random_prompts, run
 
 from netra_backend.batch import ScheduledSequence, SequenceOutput
+from netra_backend.config import EngineConfig, ModelConfig
+from netra_backend.engine import Engine
 from netra_backend.forward_context import ForwardContext
+from netra_backend.memory_plan import plain_kv_bytes, slot_layout, state_bytes, tail_rows
 from netra_backend.model_runner import ModelRunner
-from netra_backend.request import SamplingParams
+from netra_backend.request import Request, RequestOutput, SamplingParams
 from netra_backend.scheduler import Scheduler
 
 MAX_DRAFTS = 8
@@ -291,6 +295,114 @@ def test_ngram_from_end_to_end(runners: dict[str, ModelRunner]) -> None:
     drafted = run(runner, prompts, greedy(40), num_drafts=MAX_DRAFTS)
     assert drafted.token_ids == plain.token_ids
     assert drafted.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp", "ngram+mtp"])
+def test_the_engine_with_the_controller_gives_the_tokens_of_the_engine_without(
+    method: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    checkpoint = make_random_mtp(tmp_path_factory.mktemp("mtp") / "stacked")
+    texts = ["to be or not to be, that is to be or not", "aaaaaaaaaaaa", "zq"]
+
+    def answers(speculation: str) -> list[RequestOutput]:
+        config = EngineConfig(
+            checkpoint=str(checkpoint), num_threads=1, kv_cache_memory="64MiB", max_num_seqs=4,
+            speculation=speculation,
+        )  # fmt: skip
+        engine = Engine.build(config, checkpoint)
+        for index, text in enumerate(texts):
+            ids = tuple(engine.tokenizer.encode(text))
+            params = SamplingParams(temperature=0.4 * index, seed=index, max_tokens=40)
+            engine.add(Request(str(index), ids, params, arrival_time=0.0))
+        while engine.step():
+            pass
+        finals: dict[str, RequestOutput] = {}
+        gathered: dict[str, list[int]] = {}
+        while not engine.outputs.empty():
+            output = engine.outputs.get()
+            gathered.setdefault(output.request_id, []).extend(output.token_ids)
+            finals[output.request_id] = output
+        engine.shutdown(0.0)
+        return [replace(finals[key], token_ids=tuple(gathered[key])) for key in sorted(finals)]
+
+    plain, drafted = answers("none"), answers(method)
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+    assert [out.finish_reason for out in drafted] == [out.finish_reason for out in plain]
+    assert sum(out.num_draft_tokens for out in drafted) > 0
+    assert all(out.num_draft_tokens >= out.num_accepted_tokens for out in drafted)
+
+
+def build_engine(checkpoint: Path, **knobs: object) -> Engine:
+    defaults: dict[str, object] = {
+        "checkpoint": str(checkpoint), "num_threads": 1, "kv_cache_memory": "64MiB", "max_num_seqs": 4,
+        "max_num_batched_tokens": 192, "prefix_checkpoint_interval": 64,
+    }  # fmt: skip
+    return Engine.build(EngineConfig(**(defaults | knobs)), checkpoint)  # type: ignore[arg-type]
+
+
+def ask(engine: Engine, name: str, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
+    """The answer, and how many prompt tokens were found in the cache."""
+    engine.add(Request(name, tuple(prompt), greedy(num_tokens), arrival_time=0.0))
+    while engine.step():
+        pass
+    tokens: list[int] = []
+    cached = 0
+    while not engine.outputs.empty():
+        output = engine.outputs.get()
+        assert output.error is None
+        tokens += output.token_ids
+        cached = output.num_cached_tokens
+    return tokens, cached
+
+
+def test_prefix_hits_after_drafted_answers_give_the_tokens_of_a_cold_run(qwen: Path) -> None:
+    """Prompts that end at every place of a page, answers that cross the next edge with drafts, second turns."""
+    cold = build_engine(qwen, enable_prefix_caching=False)
+    warm = build_engine(
+        qwen, enable_prefix_caching=True, speculation="ngram", num_draft_tokens=MAX_DRAFTS,
+        adaptive_drafts=False,
+    )  # fmt: skip
+    hits = 0
+    for rest in (0, 1, 6, MAX_DRAFTS + 2):
+        first = random_prompts([64 + rest], VOCAB_SIZE, seed=20 + rest)[0]
+        answer, _ = ask(cold, f"a{rest}", first, 70)
+        second = [*first, *answer, 7, 8, 9]
+        follow_up, _ = ask(cold, f"b{rest}", second, 10)
+        known = {tuple(first): answer, tuple(second): follow_up}
+        warm._runner.proposer = ScriptedProposer(known, junk(rest))  # type: ignore[attr-defined]
+        assert ask(warm, f"a{rest}", first, 70)[0] == answer
+        for repeat in range(2):
+            found, cached = ask(warm, f"b{rest}-{repeat}", second, 10)
+            assert found == follow_up, f"prompt of {len(second)} tokens, {cached} of them cached"
+            hits += cached > len(first)
+        assert ask(warm, f"c{rest}", first, 70)[0] == answer
+    assert hits > 0, "no second turn reused what was decoded with drafts"
+
+
+def test_drafts_take_no_room_from_running_sequences() -> None:
+    """On the target's shapes: conversations of 40K tokens that fit with 8 drafts, and without."""
+    target = ModelConfig(
+        model_type="qwen3_5_moe", vocab_size=248320, hidden_size=2048,
+        layer_types=("linear_attention",) * 30 + ("full_attention",) * 10,
+        num_attention_heads=16, num_kv_heads=2, head_dim=256, rms_norm_eps=1e-6,
+        max_position_embeddings=262144, rope_theta=1e7, rotary_dim=64, tie_word_embeddings=False,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128, conv_kernel=4,
+    )  # fmt: skip
+
+    def per_sequence(num_drafts: int) -> int:
+        layout = slot_layout(target, num_drafts)
+        tail = 10 * plain_kv_bytes(target, tail_rows(2 * num_drafts), 2)
+        pages = 10 * plain_kv_bytes(target, 40960, 2)
+        return tail + state_bytes(target, layout, 2, 4) + pages
+
+    records = (
+        state_bytes(target, slot_layout(target, 8), 2, 4)
+        - state_bytes(target, slot_layout(target, 0), 2, 4)
+    ) / 8
+    columns = 30 * target.conv_channels * 2
+    assert records - columns <= 0.4e6, "a draft costs more than its k, v, beta and g"
+    assert per_sequence(8) / per_sequence(0) < 1.02
 
 
 def test_unknown_methods_and_too_many_drafts_are_refused(qwen: Path) -> None:

@@ -49,7 +49,7 @@ class Weights:
         self._locations = {
             canonical_name(name): (path, name)
             for path, file in self._files.items()
-            for name in file.keys()
+            for name in file.keys()  # noqa: SIM118 (a safe_open is no dict)
         }
         self._used: set[str] = set()
         self._problems: list[str] = []

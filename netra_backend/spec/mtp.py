@@ -9,6 +9,9 @@ are one more layer of the KV cache with the pages and tails of the sequence: slo
     last row before a token    the token chosen            final
     accepted draft             the next accepted or chosen final: rebuilt from the model's hidden state
     rejected draft             anything                    beyond the computed tokens, overwritten later
+
+A page that is shared by a prefix hit ends with the token that followed it the first time: one slot of the past
+may be off, which costs a little acceptance there and nothing else.
 """
 
 from __future__ import annotations

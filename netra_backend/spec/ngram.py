@@ -44,8 +44,8 @@ class TokenIndex:
             previous.append(last.get(pair, -1))
             last[pair] = place
 
-    def continuation(self, num_tokens: int) -> list[int]:
-        """What followed the longest (2..LONGEST_SUFFIX), then newest earlier occurrence of the end; [] if none.
+    def continuation(self, num_tokens: int, shortest: int = 2) -> list[int]:
+        """What followed the longest, then newest earlier occurrence of the end; [] if none has `shortest` tokens.
 
         A continuation that runs into the end goes on with itself: a repetition is taken to repeat.
         """
@@ -54,7 +54,7 @@ class TokenIndex:
         if size < 3:
             return []
         place = self._last.get((tokens[size - 2], tokens[size - 1]), -1)
-        best, best_len = -1, 1
+        best, best_len = -1, shortest - 1
         for _ in range(_MAX_CANDIDATES):
             if place < 0:
                 break
@@ -85,9 +85,10 @@ class TokenIndex:
 
 
 class NgramProposer:
-    """Looks drafts up in prompt and answer."""
+    """Looks drafts up in prompt and answer, where at least the last `shortest` tokens (2 or more) occurred."""
 
-    def __init__(self) -> None:
+    def __init__(self, shortest: int = 2) -> None:
+        self._shortest = shortest
         self._indexes: dict[int, TokenIndex] = {}
 
     def propose(
@@ -110,7 +111,7 @@ class NgramProposer:
         if not item.num_logits:
             return []
         index.extend(output.token_ids)
-        return index.continuation(item.num_wanted_drafts)
+        return index.continuation(item.num_wanted_drafts, self._shortest)
 
     def free(self, seq_ids: Iterable[int]) -> None:
         """Forget sequences."""

@@ -7,6 +7,7 @@ proposer is judged by speed alone: it may be wrong, and it may return fewer draf
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -36,3 +37,33 @@ class Proposer(Protocol):
     def free(self, seq_ids: Iterable[int]) -> None:
         """Forget sequences."""
         ...
+
+
+class LookupFirst:
+    """Drafts of `lookup`, which cost nothing, and of `model` for the sequences where it found none."""
+
+    def __init__(self, lookup: Proposer, model: Proposer) -> None:
+        self._lookup = lookup
+        self._model = model
+
+    def propose(
+        self,
+        items: list[ScheduledSequence],
+        outputs: list[SequenceOutput],
+        context: ForwardContext,
+        hidden: torch.Tensor,
+    ) -> list[list[int]]:
+        """See Proposer. The model follows every sequence, whoever drafts."""
+        found = self._lookup.propose(items, outputs, context, hidden)
+        left = [
+            replace(item, num_wanted_drafts=0) if drafts else item
+            for item, drafts in zip(items, found, strict=True)
+        ]
+        drafted = self._model.propose(left, outputs, context, hidden)
+        return [first or second for first, second in zip(found, drafted, strict=True)]
+
+    def free(self, seq_ids: Iterable[int]) -> None:
+        """Forget sequences."""
+        seq_ids = list(seq_ids)
+        self._lookup.free(seq_ids)
+        self._model.free(seq_ids)

@@ -48,13 +48,7 @@ def _short_attention(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv.shape[1] // 2
     cache.append(short, kv)
-    padded = q if short.padding is None else q[short.rows.flatten()]
-    # [num_seqs, num_kv_heads, group * width, head_dim]: the rows of one KV head together
-    rows = (
-        padded.view(short.num_seqs, short.width, num_kv_heads, -1, head_dim)
-        .permute(0, 2, 3, 1, 4)
-        .reshape(short.num_seqs, num_kv_heads, -1, head_dim)
-    )
+    rows = _rows_by_kv_head(q, short, num_kv_heads)
     tails = (
         cache.tails[slice(*short.slot_range)] if short.slot_range else cache.tails[short.slots]
     )[:, :, :, : short.num_tail_rows]
@@ -64,12 +58,27 @@ def _short_attention(
     out, lse = _flash(rows, tails[:, 0], tails[:, 1], attn_mask=mask)
     if short.pages is not None:
         out = _with_history(rows, out, lse, short.pages, cache)
+    if short.width == 1:
+        return out.reshape(-1, num_heads, head_dim)
     out = (
         out.view(short.num_seqs, num_kv_heads, -1, short.width, head_dim)
         .permute(0, 3, 1, 2, 4)
         .reshape(-1, num_heads, head_dim)
     )
     return out if short.padding is None else out[short.flat]
+
+
+def _rows_by_kv_head(q: torch.Tensor, short: ShortRows, num_kv_heads: int) -> torch.Tensor:
+    """[num_seqs, num_kv_heads, group * width, head_dim]: all query rows of a KV head together."""
+    head_dim = q.shape[-1]
+    if short.width == 1:
+        return q.view(short.num_seqs, num_kv_heads, -1, head_dim)
+    padded = q if short.padding is None else q[short.rows.flatten()]
+    return (
+        padded.view(short.num_seqs, short.width, num_kv_heads, -1, head_dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(short.num_seqs, num_kv_heads, -1, head_dim)
+    )
 
 
 def _with_history(
@@ -89,7 +98,9 @@ def _with_history(
         out, lse = _each_sequence(queries, work, cache)
         return merge(codec.restore(out).to(rows.dtype), lse, tail_out, tail_lse)
     view = slice(work.first, work.last) if work.first >= 0 else work.page_ids
-    page_out, page_lse = codec.attend(queries[work.owner], cache.pages[view].unsqueeze(1))
+    pages = cache.pages[view].unsqueeze(1)
+    readers = queries[work.owner] if len(rows) > 1 else queries.expand(len(pages), -1, -1, -1)
+    page_out, page_lse = codec.attend(readers, pages)
     if len(rows) == 1 and len(page_lse) == work.gather.shape[1] - 1:
         weights = torch.softmax(torch.cat((tail_lse, page_lse)), 0).unsqueeze(-1)
         history = (page_out * weights[1:]).sum(0, keepdim=True)

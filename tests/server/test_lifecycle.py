@@ -34,7 +34,6 @@ def test_shared_memory_stays_flat_over_twenty_thousand_chunks(idle: Server):
                         request_id=str(r),
                         input_ids=[10 + r],
                         stream=True,
-                        return_logprobs=True,
                         parameters={
                             "max_tokens": 400,
                             "ignore_eos": True,
