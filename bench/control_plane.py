@@ -113,7 +113,7 @@ def decoding(arguments: argparse.Namespace, num_drafts: int = 0, num_waiting: in
 
 def turnover(arguments: argparse.Namespace) -> Bench:
     """Answers end at any time and a new prompt follows each."""
-    bench = build(arguments.sequences, arguments.context + _TURNOVER_LEN, 0, 65536)
+    bench = build(arguments.sequences, arguments.context + _TURNOVER_LEN, 0, 24576)
     for number in range(arguments.sequences):
         bench.add(arguments.context, 64 + number * (_TURNOVER_LEN - 64) // arguments.sequences)
     while bench.num_added < 2 * arguments.sequences:

@@ -128,8 +128,9 @@ def run_burst(
             idle_since = idle_since or time.perf_counter()
             if time.perf_counter() - idle_since > _IDLE_SECONDS:
                 raise RuntimeError(f"the engine has nothing to do, but {label} is not finished")
-        on_tokens(collector.num_tokens - reported)
-        reported = collector.num_tokens
+        seen = collector.num_tokens  # the collector's thread goes on counting
+        on_tokens(seen - reported)
+        reported = seen
     on_tokens(collector.num_tokens - reported)
     run = Run([collector.answers[request_id] for request_id in ids], start, num_steps, meter.stop())
     check(run, output_len)

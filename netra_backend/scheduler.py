@@ -222,7 +222,9 @@ class Scheduler:
             drafts = seq.draft_token_ids
             if drafts:
                 left = seq.max_num_tokens - len(seq.token_ids) - 1
-                drafts = drafts[: min(left, TAIL_ROWS - tail - 1, spare)]
+                room = min(left, TAIL_ROWS - tail - 1, spare)
+                if len(drafts) > room:
+                    drafts = drafts[:room]
                 spare -= len(drafts)
             count = 1 + len(drafts)
             batch.scheduled.append(ScheduledSequence(seq, count, False, drafts, seals, count))
@@ -257,9 +259,10 @@ class Scheduler:
 
     def _schedule_prompts(self, batch: Batch, may_start: bool) -> None:
         """Add chunks of part-done prompts and, if `may_start`, of new ones."""
+        may_start = may_start and bool(self._waiting) and len(self._running) < self.max_num_seqs
+        if not may_start and len(batch.scheduled) == len(self._running):
+            return  # all of them decode
         parts = [s for s in self._running if len(s.token_ids) - s.num_computed_tokens > 1]
-        if not parts and not (may_start and self._waiting):
-            return
         parts.sort(key=self._urgency)
         budget = self._prompt_rows(batch, parts)
         prompts = chain(parts, self._waiting.candidates() if may_start else ())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from netra_backend.batch import Batch, ScheduledSequence
+from netra_backend.batch import Batch, ScheduledSequence, StepOutput
 from netra_backend.block_manager import BlockManager
 from netra_backend.config import EngineConfig
 from netra_backend.cost_model import CostModel, StepCost
@@ -136,6 +136,43 @@ class CheckedRunner:
     def _seal(self, page_ids: list[int], rows: list[int]) -> None:
         for index, page_id in enumerate(page_ids):
             self.pages[page_id] = rows[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
+
+
+class Faulty(CheckedRunner):
+    """Calls `fault` in step `at`: when it is launched, or when it is waited for."""
+
+    def __init__(
+        self, inner: CheckedRunner, at: int, fault: Callable[[], None], in_launch: bool
+    ) -> None:
+        self._checked = inner
+        self._left = at
+        self._fault = fault
+        self._in_launch = in_launch
+        self.batches = []
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """As CheckedRunner, but for step `at`."""
+        self._left -= 1
+        pending = self._checked.launch(batch)
+        if self._left:
+            return pending
+        if self._in_launch:
+            self._fault()
+            return pending
+        return Late(pending, self._fault)
+
+
+class Late:
+    """A step in flight whose wait begins with `fault`."""
+
+    def __init__(self, pending: PendingStep, fault: Callable[[], None]) -> None:
+        self._pending = pending
+        self._fault = fault
+
+    def wait(self) -> StepOutput:
+        """Call `fault`, then end the step."""
+        self._fault()
+        return self._pending.wait()
 
 
 @dataclass(slots=True)

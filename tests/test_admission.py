@@ -81,17 +81,17 @@ def test_history_of_short_answers_admits_more() -> None:
 def test_expectation_grows_with_what_was_produced() -> None:
     forecast = MemoryForecast(10_000)
     seq = sequence(10, max_tokens=1000)
-    assert forecast.expected(seq) == 1000  # nothing known: the limit
+    assert forecast.expected(seq, seq.num_output_tokens) == 1000  # nothing known: the limit
     for length in range(1, 101):
         done = sequence(10, max_tokens=1000, seq_id=length)
         done.token_ids += [9] * length
         forecast.record(done)
     forecast.forget(seq)
-    assert forecast.expected(seq) == pytest.approx(70, abs=2)
+    assert forecast.expected(seq, seq.num_output_tokens) == pytest.approx(70, abs=2)
     seq.token_ids += [9] * 80
-    assert 80 < forecast.expected(seq) <= 100
+    assert 80 < forecast.expected(seq, seq.num_output_tokens) <= 100
     seq.token_ids += [9] * 100
-    assert 180 < forecast.expected(seq) <= 1000
+    assert 180 < forecast.expected(seq, seq.num_output_tokens) <= 1000
 
 
 def test_waiting_queue_removes_anywhere() -> None:

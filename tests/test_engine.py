@@ -9,51 +9,14 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from simulated import CheckedRunner, Simulated, simulate
+from simulated import Faulty, Simulated, simulate
 
-from netra_backend.batch import Batch, StepOutput
 from netra_backend.config import EngineConfig
-from netra_backend.engine import PendingStep
 from netra_backend.errors import EngineError, RequestError
 from netra_backend.request import FinishReason, RequestOutput
 
 PATIENCE = 60.0
 """Seconds that a test waits for a thread before it fails."""
-
-
-class Faulty(CheckedRunner):
-    """Calls `fault` in step `at`: when it is launched, or when it is waited for."""
-
-    def __init__(
-        self, inner: CheckedRunner, at: int, fault: Callable[[], None], in_launch: bool
-    ) -> None:
-        self._checked = inner
-        self._left = at
-        self._fault = fault
-        self._in_launch = in_launch
-        self.batches = []
-
-    def launch(self, batch: Batch) -> PendingStep:
-        self._left -= 1
-        pending = self._checked.launch(batch)
-        if self._left:
-            return pending
-        if self._in_launch:
-            self._fault()
-            return pending
-        return Late(pending, self._fault)
-
-
-class Late:
-    """A step in flight whose wait begins with `fault`."""
-
-    def __init__(self, pending: PendingStep, fault: Callable[[], None]) -> None:
-        self._pending = pending
-        self._fault = fault
-
-    def wait(self) -> StepOutput:
-        self._fault()
-        return self._pending.wait()
 
 
 def broken() -> None:
