@@ -328,8 +328,7 @@ class Scheduler:
     # ---- what the step gave
 
     def update(self, batch: Batch, output: StepOutput) -> list[Sequence]:
-        """Apply a step: returns the sequences that gained tokens, those that ended with a
-        finish_reason."""
+        """Apply a step; returns the sequences that gained tokens, some of them for the last time."""
         assert batch is self._in_flight, "not the step in flight"
         self._in_flight = None
         now = self._clock()
@@ -386,9 +385,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert that pages, slots and queues agree. Costs O(pages in use): for tests."""
         batch = self._in_flight
-        pending = (
-            [page for item in batch.scheduled for page in item.seal_block_ids] if batch else []
-        )
+        items = batch.scheduled if batch else []
+        pending = [page for item in items for page in item.seal_block_ids]
         self._blocks.check(self._running, pending)
         assert self._running == sorted(self._running, key=_seniority)
         assert all(seq.status is SequenceStatus.RUNNING for seq in self._running)

@@ -17,6 +17,8 @@ run() {
 
 run "kernels, interpreted" env TRITON_INTERPRET=1 "$python" -m pytest -q tests/kernels -m "not slow"
 run "kernels, compiled for sm_90" "$python" -m pytest -q tests/kernels -m "not slow"
+old_triton=$("$python" tests/kernels/triton_versions.py 3.6.0) || failed+=("fetching triton 3.6.0")
+run "kernels, compiled for sm_90 by triton 3.6.0" env PYTHONPATH="$old_triton" "$python" -m pytest -q tests/kernels -m "not slow"
 run "server" "$python" -m pytest -q tests/server
 run "engine" "$python" -m pytest -q tests --ignore=tests/kernels --ignore=tests/server
 
