@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_random_llama, make_random_mtp, make_random_qwen
 from inline_engine import Reference, greedy, make_runner, random_prompts, run
 
+from checkpoints import VOCAB_SIZE, make_random_llama, make_random_mtp, make_random_qwen
 from netra_backend.batch import ScheduledSequence, SequenceOutput
 from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.engine import Engine
