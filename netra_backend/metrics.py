@@ -151,7 +151,10 @@ class Metrics:
         self.blocks_max = _labelled(*blocks, "max")
         self.blocks_tokens_per = _labelled(*blocks, "tokens_per")
         self.blocks_fraction = _labelled(*blocks, "fraction")
+        self._list_members()
 
+    def _list_members(self) -> None:
+        """The lists that an exporter walks, and the counters that exist once per draft position."""
         members = tuple(vars(self).values())
         positions = range(MAX_DRAFT_POSITIONS)
         self.drafts_at = [_at("netra:drafts_by_position_total", "verified", p) for p in positions]
