@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from checkpoints import make_random_llama, make_random_qwen
 
 BENCH = Path(__file__).parents[1] / "bench"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
 from inline_engine import Reference, greedy, make_runner, random_prompts, run
 
+from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
 from netra_backend.cache.codecs import QuantizedCodec
 from netra_backend.errors import ConfigError
 

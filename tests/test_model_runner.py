@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from inline_engine import Reference, greedy, make_runner, random_prompts, run
+from safetensors.torch import load_file, save_file
+
 from checkpoints import (
     VOCAB_SIZE,
     make_fp8,
@@ -13,9 +16,6 @@ from checkpoints import (
     make_random_qwen,
     quantize_fp8,
 )
-from inline_engine import Reference, greedy, make_runner, random_prompts, run
-from safetensors.torch import load_file, save_file
-
 from netra_backend.errors import ConfigError
 from netra_backend.model_runner import ModelRunner
 from netra_backend.models.weights import dequantize_fp8

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_fp8, make_random_mtp
 from inline_engine import greedy, make_runner, random_prompts, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5MoeTextModel
 
+from checkpoints import VOCAB_SIZE, make_fp8, make_random_mtp
 from netra_backend.batch import Batch, ScheduledSequence, SequenceOutput, StepOutput
 from netra_backend.errors import ConfigError
 from netra_backend.forward_context import ForwardContext

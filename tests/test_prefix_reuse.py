@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
 
+from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
 from netra_backend.config import EngineConfig
 from netra_backend.engine import Engine
 from netra_backend.errors import RequestError

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
 from inline_engine import greedy, make_runner, random_prompts, run
+
+from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
 
 LENGTHS = [1, 5, 63, 64, 65, 130]
 
