@@ -44,13 +44,14 @@ class PrefixReuse:
         return hit.checkpoint_id
 
     def _chain(self, seq: Sequence, num_pages: int) -> Iterator[bytes]:
-        for index in range(num_pages):
+        for index in range(num_pages):  # page by page: most chains break early
             self._extend(seq, index + 1)
             yield seq.page_keys[index]
 
     def _extend(self, seq: Sequence, num_pages: int) -> None:
-        root = root_key(self._salt, seq.request.cache_salt)
-        extend_keys(seq.page_keys, root, seq.token_ids, num_pages)
+        if len(seq.page_keys) < num_pages:
+            root = root_key(self._salt, seq.request.cache_salt)
+            extend_keys(seq.page_keys, root, seq.token_ids, num_pages)
 
     def plan(self, item: ScheduledSequence) -> None:
         """Say which states of the step are to be copied, before it runs."""
@@ -105,8 +106,3 @@ class PrefixReuse:
     def forget(self, seq: Sequence) -> None:
         """The sequence left: its newest checkpoint stays until it is evicted."""
         self._rolling.pop(seq.seq_id, None)
-
-    @property
-    def num_reserved(self) -> int:
-        """Checkpoints that a step in flight is filling."""
-        return sum(map(len, self._saving.values()))
