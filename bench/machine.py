@@ -28,7 +28,7 @@ class Machine:
     system: str
     python: str
     torch: str
-    omp_wait_policy: str
+    openmp_spin_count: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def describe(torch_version: str = "") -> Machine:
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         torch=torch_version,
-        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
+        openmp_spin_count=os.environ.get("GOMP_SPINCOUNT", ""),
     )
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 
-# Read when OpenMP starts, which importing torch does: with active waiting one busy neighbour makes
-# two-thread engines collapse.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from netra_backend.openmp import SPIN_COUNT
+
+# Read when OpenMP starts, which importing torch does.
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 import argparse
 import queue

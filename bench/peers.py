@@ -27,6 +27,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import machine
 from gguf_variant import write_variant
+from netra_backend.openmp import SPIN_COUNT
 from netra_backend.tokenizer import Tokenizer
 from report import Metrics, Result, Row, medians, ratios_table, rows_table
 from window import Burst
@@ -191,7 +192,7 @@ def start(peer: Peer, arguments: argparse.Namespace) -> Iterator[Worker]:
     print(f"loading {peer.name}", flush=True)
     variables = {
         "OMP_NUM_THREADS": str(arguments.num_threads),
-        "OMP_WAIT_POLICY": arguments.omp_wait_policy,
+        "GOMP_SPINCOUNT": SPIN_COUNT,
         "TOKENIZERS_PARALLELISM": "false",
     }
     worker = Worker(command, variables, cache / f"{peer.name}.log")
@@ -303,7 +304,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="limit of rounds (default: twice the repeats)")
     parser.add_argument("--max-other-cores", type=float, default=0.15, help="drop a repeat above")
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--omp-wait-policy", default="PASSIVE", choices=["PASSIVE", "ACTIVE"])
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/netra/peers"))
     parser.add_argument("--tiny", action="store_true", help="an eighth of everything, as a trial")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, a knob of netra")

@@ -25,32 +25,42 @@ __all__ = [
     "silu_and_mul",
 ]
 
-# At fewer rows a matrix product is bound by reading the weights, and the plain layout reads them faster
-# (bench/gemm.py: float32, 2 threads: 33 against 25 GB/s at 1 row; from 4 rows on the packed one wins 1.5-2.6x).
+# float32, 2 threads, 30 matrices of each of SmolLM2's shapes (bench/gemm.py). Up to a few rows a product is bound
+# by reading the weights: halves beat float32 by 1.3-1.5x at 1 row and 1.6x at 8; at 256 rows they lose by 1.2x.
+_MAX_HALF_ROWS = 128
 _MIN_PACKED_ROWS = 4
 
 
 class Linear:
     """y = x W^T for W [out_features, in_features], x [num_tokens, in_features].
 
-    On a CPU a second copy of W in oneDNN's blocked layout serves batches of more than a few rows.
+    On a CPU float32 weights are packed for the library that is fastest at a number of rows: as halves for FBGEMM,
+    where every weight is one exactly (the products and sums stay float32), and as float32 blocks for oneDNN.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-        self._transposed = weight.t()
+        self._weight: torch.Tensor | None = weight
         self._packed: torch.Tensor | None = None
+        self._halves: torch.ScriptObject | None = None
         if weight.device.type == "cpu" and weight.dtype == torch.float32:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
+            if torch.equal(weight.half().float(), weight):
+                self._halves = torch.ops.quantized.linear_prepack_fp16(weight, None)
+                self._weight = None
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T, plus `residual` [num_tokens, out_features] if it is given."""
-        if self._packed is None or x.shape[0] < _MIN_PACKED_ROWS:
+        result: torch.Tensor
+        num_rows = x.shape[0]
+        if self._halves is not None and num_rows <= _MAX_HALF_ROWS:
+            result = torch.ops.quantized.linear_dynamic_fp16(x, self._halves)
+            return result if residual is None else result.add_(residual)
+        if self._weight is not None and (self._packed is None or num_rows < _MIN_PACKED_ROWS):
             if residual is None:
-                return F.linear(x, self.weight)
-            return torch.addmm(residual, x, self._transposed)
+                return F.linear(x, self._weight)
+            return torch.addmm(residual, x, self._weight.t())
         mkldnn = torch.ops.mkldnn._linear_pointwise
-        result: torch.Tensor = (
+        result = (
             mkldnn(x, self._packed, None, "none", [], "")
             if residual is None
             else mkldnn.binary(x, residual, self._packed, None, "add")
@@ -81,8 +91,8 @@ class RmsNorm:
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(first half) * second half of the last dimension."""
-    half = x.shape[-1] // 2
-    return F.silu(x[..., :half]).mul_(x[..., half:])
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
 def apply_rope(x: torch.Tensor, rotation: torch.Tensor) -> None:
@@ -91,7 +101,8 @@ def apply_rope(x: torch.Tensor, rotation: torch.Tensor) -> None:
     rotation [num_tokens, 1, rotary_dim / 2] complex: cos + i sin. Pairs are neighbours (2i, 2i + 1), so a
     rotation is one complex product; weights are permuted when they are loaded (models/layers.py).
     """
-    rotary = x[..., : 2 * rotation.shape[-1]]
+    size = 2 * rotation.shape[-1]
+    rotary = x if size == x.shape[-1] else x[..., :size]
     pairs = rotary.view(*rotary.shape[:-1], -1, 2)
     if x.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(rotation)

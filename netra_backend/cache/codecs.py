@@ -95,7 +95,7 @@ class PlainCodec:
 
     def attend(self, q: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See QuantizedCodec.attend; pages [num_items, count, 2, num_kv_heads, PAGE_SIZE, head_dim]."""
-        keys, values = (pages[:, :, part].transpose(1, 2).flatten(2, 3) for part in (0, 1))
+        keys, values = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind(0)
         out, lse = _flash(q, keys, values)
         return out, lse
 

@@ -54,7 +54,8 @@ class _Layer:
         num_q, num_kv = config.num_attention_heads, config.num_kv_heads
         qkv = self._qkv(self._attention_norm(x)).view(-1, num_q + 2 * num_kv, config.head_dim)
         apply_rope(qkv[:, : num_q + num_kv], rotation)
-        attended = paged_attention(qkv[:, :num_q], qkv[:, num_q:], context, cache)
+        q, kv = qkv.split((num_q, 2 * num_kv), 1)
+        attended = paged_attention(q, kv, context, cache)
         x = self._out(attended.flatten(1), x)
         return self._mlp(self._mlp_norm(x), x)
 

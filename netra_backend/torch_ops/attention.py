@@ -49,13 +49,12 @@ def _short_attention(
     num_kv_heads = kv.shape[1] // 2
     cache.append(short, kv)
     rows = _rows_by_kv_head(q, short, num_kv_heads)
-    tails = (
-        cache.tails[slice(*short.slot_range)] if short.slot_range else cache.tails[short.slots]
-    )[:, :, :, : short.num_tail_rows]
+    slots = slice(*short.slot_range) if short.slot_range else short.slots
+    keys, values = cache.tails[slots, :, :, : short.num_tail_rows].unbind(1)
     mask = short.tail_mask
     if mask is not None and num_heads != num_kv_heads:
         mask = mask.repeat(1, 1, num_heads // num_kv_heads, 1)
-    out, lse = _flash(rows, tails[:, 0], tails[:, 1], attn_mask=mask)
+    out, lse = _flash(rows, keys, values, attn_mask=mask)
     if short.pages is not None:
         out = _with_history(rows, out, lse, short.pages, cache)
     if short.width == 1:
@@ -103,8 +102,9 @@ def _with_history(
     page_out, page_lse = codec.attend(readers, pages)
     if len(rows) == 1 and len(page_lse) == work.gather.shape[1] - 1:
         weights = torch.softmax(torch.cat((tail_lse, page_lse)), 0).unsqueeze(-1)
-        history = (page_out * weights[1:]).sum(0, keepdim=True)
-        return _add_tail(codec.restore(history), tail_out, weights[:1])
+        tail_weight, page_weights = weights.split((1, len(page_lse)))
+        history = (page_out * page_weights).sum(0, keepdim=True)
+        return _add_tail(codec.restore(history), tail_out, tail_weight)
     # [num_seqs, 1 + max_pages, num_kv_heads, rows]; padding points at a tail and has weight 0
     lse = torch.cat((tail_lse, page_lse))[work.gather]
     lse.masked_fill_(work.absent[:, :, None, None], float("-inf"))
