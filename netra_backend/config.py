@@ -67,7 +67,7 @@ class EngineConfig:
 
     max_responses_per_second: float = 1500.0
     response_interval_ms: float = 20.0
-    cancel_poll_ms: float = 100.0
+    cancel_poll_ms: float = 500.0
     early_response: bool = False
     metrics_interval_seconds: float = 1.0
 

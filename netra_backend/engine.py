@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -121,7 +122,12 @@ class Engine:
         from netra_backend.tokenizer import Detokenizer, Tokenizer
 
         tokenizer = Tokenizer(checkpoint)
-        runner = ModelRunner(config, checkpoint, tokenizer.eos_token_ids)
+        # A thread that has used OpenMP keeps workers, and with more of them than cores none may spin: those
+        # of loading end here, and the thread that steps will have the only ones.
+        with ThreadPoolExecutor(1) as loader:
+            runner = loader.submit(
+                ModelRunner, config, checkpoint, tokenizer.eos_token_ids
+            ).result()
         plan = runner.plan
         logger.info("%s", plan.describe())
         metrics = Metrics(plan.max_model_len)
