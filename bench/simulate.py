@@ -1,6 +1,6 @@
 """Draft lengths over a simulated target: tokens per second without drafts, with fixed lengths, with the controller.
 
-    python bench/simulate.py --users 1,8,64,256 --context 40960 --json FILE [--plot FILE.png]
+    python bench/simulate.py --users 1,8,64,256 --context 40960 --json FILE [--plot FILE.svg]
 
 The real Scheduler, BlockManager and DraftController run on a virtual clock; a step lasts as long as a roofline
 of Qwen3.6-35B-A3B on one H200 says. The controller is told none of its constants: it learns the cost of steps
@@ -13,7 +13,8 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from math import ceil, floor, log2
 from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -114,19 +115,26 @@ def _draft_seconds(batch: Batch, machine: Machine, target: Target) -> float:
     return seconds
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Drafter:
-    """Whether a draft is right: by chance, the same for every draft length. `rates` go round by request."""
+    """Whether a draft is right: by chance, the same for every draft length, so that lengths can be compared.
+
+    `rates` go round by request, and within a request every `phase_tokens` of output; each draft behind
+    another is right `fade` times as often.
+    """
 
     rates: tuple[float, ...]
     phase_tokens: int = 0
+    fade: float = 1.0
+    seed: int = 0
 
-    def is_right(self, item: ScheduledSequence, position: int) -> bool:
-        """The draft for an absolute position; every `phase_tokens` of output a request's rate changes."""
+    def is_right(self, item: ScheduledSequence, depth: int) -> bool:
+        """The draft `depth` behind the last committed token, if the ones before are right."""
         seq = item.seq
+        position = seq.num_tokens + depth
         phase = (position - seq.num_prompt_tokens) // self.phase_tokens if self.phase_tokens else 0
         rate = self.rates[(seq.seq_id + phase) % len(self.rates)]
-        return _hash(seq.seq_id, position) < rate * 2**64
+        return _hash(seq.seq_id + (self.seed << 20), position) < rate * self.fade**depth * 2**64
 
     def verify(self, item: ScheduledSequence) -> SequenceOutput:
         """Accepts the drafts up to the first wrong one; proposes as many as are wanted."""
@@ -134,7 +142,7 @@ class Drafter:
             return SequenceOutput()
         accepted = 0
         for _ in item.draft_token_ids:
-            if not self.is_right(item, item.seq.num_tokens + accepted):
+            if not self.is_right(item, accepted):
                 break
             accepted += 1
         drafts = [1] * item.num_wanted_drafts
@@ -157,24 +165,45 @@ class Result:
 
 @dataclass(slots=True)
 class Window:
-    """What is measured, once all prompts are read and the controller has had time to learn."""
+    """What is measured, from the first step after the prompts and `settle` tokens of output on."""
 
-    seconds: float = 0.0
+    settle: int
     num_tokens: int = 0
+    seconds: float = 0.0
     num_steps: int = 0
     num_drafts: int = 0
-    decode_steps: int = field(default=0)
+
+    def add(self, batch: Batch, outputs: list[SequenceOutput], seconds: float) -> None:
+        """Count a step."""
+        if any(item.is_chunk for item in batch.scheduled):
+            return
+        gained = sum(len(out.token_ids) for out in outputs)
+        if self.settle > 0:
+            self.settle -= gained
+            return
+        self.num_tokens += gained
+        self.seconds += seconds
+        self.num_steps += 1
+        self.num_drafts += sum(len(item.draft_token_ids) for item in batch.scheduled)
 
 
 def simulate(
-    users: int, context: int, num_drafts: int, adaptive: bool, drafter: Drafter, steps: int
+    users: int,
+    context: int,
+    num_drafts: int,
+    adaptive: bool,
+    drafter: Drafter,
+    num_tokens: int,
+    settle: int = 0,
 ) -> Result:
-    """Let `users` requests of `context` tokens decode; `num_drafts` is the length or the controller's limit."""
+    """Let `users` requests of `context` tokens decode until they have `num_tokens` more than `settle` in all.
+
+    `num_drafts` is the length or the controller's limit. Any length gets the same tokens.
+    """
     machine, target = Machine(), Target()
     per_user = context * 11 * target.kv_bytes_per_layer_token + 1.3 * target.state_bytes
     running = max(1, min(users, int(machine.kv_bytes_available / per_user)))
-    settle = 2 * steps
-    output = (num_drafts + 1) * (settle + steps) + 4 * context * running // 8192
+    output = num_tokens + settle + 4 * context * running // 8192 * (num_drafts + 1)
     config = EngineConfig(max_num_seqs=running, max_num_batched_tokens=8192)
     metrics = Metrics(context + output)
     cost_model = CostModel(
@@ -199,20 +228,14 @@ def simulate(
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     for user in range(running):
         scheduler.add(Request(str(user), prompt, params, arrival_time=0.0))
-    window = Window()
-    while window.num_steps < steps:
+    window = Window(settle)
+    while window.num_tokens < num_tokens:
         batch = scheduler.schedule()
         assert batch is not None, "an answer ended inside the window"
         outputs = [drafter.verify(item) for item in batch.scheduled]
         seconds = step_seconds(batch, machine, target)
         now += seconds
-        if not any(item.is_chunk for item in batch.scheduled):
-            window.decode_steps += 1
-        if window.decode_steps > settle:
-            window.seconds += seconds
-            window.num_tokens += sum(len(out.token_ids) for out in outputs)
-            window.num_drafts += sum(len(item.draft_token_ids) for item in batch.scheduled)
-            window.num_steps += 1
+        window.add(batch, outputs, seconds)
         scheduler.update(batch, StepOutput(outputs, seconds))
     rate = window.num_tokens / window.seconds
     return Result(
@@ -247,21 +270,44 @@ def table(results: Iterable[Result]) -> str:
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """Tokens per second against users, one line per mode."""
-    import matplotlib  # type: ignore[import-not-found]
+    """Tokens per second against users, both on logarithmic axes, one line per mode; writes an SVG."""
+    width, height, left, bottom = 640, 400, 70, 40
+    users = sorted({r.users for r in results})
+    rates = [r.tokens_per_second for r in results]
+    low, high = log2(min(rates)), log2(max(rates))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # type: ignore[import-not-found]
+    def x(count: int) -> float:
+        return left + (width - left - 110) * log2(count / users[0]) / (
+            log2(users[-1] / users[0]) or 1
+        )
 
-    for mode in dict.fromkeys(result.mode for result in results):
-        points = [(r.users, r.tokens_per_second) for r in results if r.mode == mode]
-        pyplot.plot(*zip(*points, strict=True), marker="o", label=mode)
-    pyplot.xscale("log", base=2)
-    pyplot.yscale("log")
-    pyplot.xlabel("users")
-    pyplot.ylabel("output tokens/s")
-    pyplot.legend()
-    pyplot.savefig(path, dpi=120)
+    def y(rate: float) -> float:
+        return 15 + (height - bottom - 15) * (high - log2(rate)) / ((high - low) or 1)
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+             'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>']  # fmt: skip
+    for count in users:
+        parts.append(
+            f'<text x="{x(count):.0f}" y="{height - 22}" text-anchor="middle">{count}</text>'
+        )
+    for power in range(ceil(low), floor(high) + 1):
+        at = y(2.0**power)
+        parts.append(f'<text x="{left - 12}" y="{at + 4:.0f}" text-anchor="end">{2**power}</text>')
+        parts.append(f'<path d="M{left - 8} {at:.0f}H{width - 105}" stroke="#ddd"/>')
+    parts.append(
+        f'<text x="{width / 2 - 30}" y="{height - 5}">users (output tokens/s upwards)</text>'
+    )
+    for index, mode in enumerate(dict.fromkeys(r.mode for r in results)):
+        row = [r for r in results if r.mode == mode]
+        points = " ".join(f"{x(r.users):.1f},{y(r.tokens_per_second):.1f}" for r in row)
+        colour, thick = (
+            ("black", 2.5) if mode == "controller" else (f"hsl({60 * index},65%,48%)", 1.2)
+        )
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{thick}"/>'
+        )
+        parts.append(f'<text x="{width - 90}" y="{40 + 18 * index}" fill="{colour}">{mode}</text>')
+    path.write_text("\n".join([*parts, "</svg>"]) + "\n")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -276,9 +322,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--phase-tokens", type=int, default=0, help="a request's rate changes so often"
     )
-    parser.add_argument("--steps", type=int, default=200, help="steps that are measured")
+    parser.add_argument("--fade", type=float, default=1.0, help="of the rate, per draft before")
+    parser.add_argument("--tokens", type=int, default=200, help="measured per user, 4,000 at least")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="an SVG")
     return parser.parse_args()
 
 
@@ -293,14 +340,18 @@ def main() -> int:
     ]
     results = []
     for count, num_drafts, adaptive in tqdm(runs, unit="run", disable=None):
-        drafter = Drafter(rates, arguments.phase_tokens)
+        drafter = Drafter(rates, arguments.phase_tokens, arguments.fade)
+        num_tokens = max(4000, count * arguments.tokens)
         results.append(
-            simulate(count, arguments.context, num_drafts, adaptive, drafter, arguments.steps)
+            simulate(
+                count, arguments.context, num_drafts, adaptive, drafter, num_tokens, num_tokens
+            )
         )
     print(table(results))
     if arguments.json:
         conditions = {"machine": asdict(Machine()), "target": asdict(Target()), "rates": rates,
-                      "context": arguments.context, "phase_tokens": arguments.phase_tokens}  # fmt: skip
+                      "context": arguments.context, "phase_tokens": arguments.phase_tokens, "fade": arguments.fade,
+                      "tokens_per_user": arguments.tokens}  # fmt: skip
         rows = [asdict(result) for result in results]
         arguments.json.write_text(json.dumps({"conditions": conditions, "results": rows}, indent=1))
     if arguments.plot:

@@ -8,11 +8,20 @@ and by the simulator.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 from netra_backend.batch import Batch
 from netra_backend.config import ModelConfig
 
 _NUM_WEIGHTS = 9
+
+_BUCKETS_PER_OCTAVE = 8
+_NUM_BUCKETS = 1 + 20 * _BUCKETS_PER_OCTAVE
+"""Counts of rows, up to 2^20, whose prediction is corrected together."""
+
+_LARGEST_CORRECTION = 1.3
+_SLOWEST_CORRECTION = 0.05
+"""One step that waited for something else must not make a length look dear for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +122,8 @@ class CostModel:
         self._moment = [0.0] * _NUM_WEIGHTS
         # As much as one measured step in which the weight makes a tenth of the time.
         self._damping = [0.01 / max(weight, 1e-9) ** 2 for weight in self._weights]
+        self._ratios = [1.0] * _NUM_BUCKETS
+        self._num_seen = [0] * _NUM_BUCKETS
 
     @classmethod
     def of(cls, model: ModelConfig) -> CostModel:
@@ -122,6 +133,13 @@ class CostModel:
     def seconds(self, shape: StepShape) -> float:
         """Predicted duration of a step."""
         return sum(w * x for w, x in zip(self._weights, self._features(shape), strict=True))
+
+    def decode_seconds(self, shape: StepShape) -> float:
+        """`seconds`, corrected by how far it was off for steps with about as many rows, all of decoding.
+
+        What a line cannot follow is learned there: where products become bound by arithmetic, tiles.
+        """
+        return self.seconds(shape) * self._ratios[_bucket(shape.decode_rows)]
 
     def _features(self, shape: StepShape) -> tuple[float, ...]:
         num_rows = shape.decode_rows + shape.prompt_rows
@@ -152,6 +170,16 @@ class CostModel:
                 row[j] = self._keep * row[j] + x * y
             self._moment[i] = self._keep * self._moment[i] + x
         self._descend()
+        if shape.decode_rows and not shape.prompt_rows:
+            self._correct(shape, seconds)
+
+    def _correct(self, shape: StepShape, seconds: float) -> None:
+        bucket = _bucket(shape.decode_rows)
+        self._num_seen[bucket] += 1
+        share = max(_SLOWEST_CORRECTION, 1.0 / (1 + self._num_seen[bucket]))
+        ratio = seconds / max(self.seconds(shape), 1e-9)
+        ratio = min(max(ratio, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+        self._ratios[bucket] += share * (ratio - self._ratios[bucket])
 
     def _descend(self) -> None:
         weights = self._weights
@@ -159,3 +187,7 @@ class CostModel:
             predicted = sum(a * w for a, w in zip(row, weights, strict=True))
             step = (self._moment[i] - predicted) / (row[i] + self._damping[i])
             weights[i] = max(0.0, weights[i] + step)
+
+
+def _bucket(num_rows: int) -> int:
+    return min(int(_BUCKETS_PER_OCTAVE * log2(num_rows)), _NUM_BUCKETS - 1)

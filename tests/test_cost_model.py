@@ -97,3 +97,29 @@ def test_shape_of_a_mixed_batch() -> None:
     )
     pairs = sum(64 + row for row in range(1, 129))
     assert StepShape.of(batch) == StepShape(4, 128, 300 + 202, pairs, 4)
+
+
+def test_a_cost_that_is_no_line_is_learned_where_it_is_visited() -> None:
+    """Free up to 64 rows, then in proportion: the line is off by more than a tenth, the corrected one is not."""
+    model = CostModel()
+
+    def truth(rows: int) -> float:
+        return 1e-2 * max(1.0, rows / 64)
+
+    for step in range(600):
+        rows = (16, 32, 64, 128)[step % 4]
+        model.observe(StepShape(decode_rows=rows, logits_rows=rows), truth(rows))
+    shapes = [StepShape(decode_rows=rows, logits_rows=rows) for rows in (16, 32, 64, 128)]
+    straight = [model.seconds(s) / truth(s.decode_rows) - 1 for s in shapes]
+    corrected = [model.decode_seconds(s) / truth(s.decode_rows) - 1 for s in shapes]
+    assert max(map(abs, straight)) > 0.1
+    assert max(map(abs, corrected)) < 0.03
+
+
+def test_one_step_that_waited_changes_a_correction_little() -> None:
+    model = CostModel()
+    shape = StepShape(decode_rows=8, logits_rows=8)
+    for _ in range(300):
+        model.observe(shape, 1e-2)
+    model.observe(shape, 10.0)
+    assert model.decode_seconds(shape) == pytest.approx(1e-2, rel=0.05)

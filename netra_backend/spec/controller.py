@@ -21,33 +21,26 @@ logger = logging.getLogger(__name__)
 _BINS = 32
 """Worths are told apart in steps of 1/32: sorting all of 256 x 8 drafts every step would cost more."""
 
-_KEEP = 0.93
-"""Of a sequence's own counts per verified step: 14 steps of memory follow a change of phase."""
+_KEEP_ALL = 0.997
+"""Of the counts over all sequences per verification."""
 
-_KEEP_ALL = 0.998
-"""Of the counts over all sequences, which are the prior of each."""
+_KEEP = 0.95
+"""Of a sequence's own counts per verification: it forgets a phase within some 20 steps."""
 
-_PRIOR_TRIALS = 3.0
-"""Weight of what others earned at a position, and of the position before where nothing is known."""
-
-_FIRST_RATE = 0.6
-
-_FADE = 0.97
+_KEEP_IDLE = 0.98
 """Of a sequence's own counts per step without drafts: what it earned long ago says little about now."""
 
-_PROBE_SHARE = 0.008
-"""Share of the time that trying one draft each on sequences without drafts may take."""
+_PRIOR_TRIALS = 2.0
+"""Weight of what is believed before anything was tried: of a position, and of a sequence."""
 
-_PROBE_STEPS = (8, 256)
-"""Fewest and most steps between two such tries."""
+_FIRST_RATE = 0.8
+"""Belief in the first draft of all: too high is found out within a few steps, too low would not be."""
+
+_EXPLORE_SHARE = 0.006
+"""Share of the time that may be lost by trying other lengths than the best."""
 
 _ITEMS_PER_CHOICE = 64
 """More sequences are given new lengths in every second, third, ... step."""
-
-_VARIATION_CHOICES = (4, 64)
-_VARIATION_SHARE = 0.004
-"""Choices between two at which every sequence gets one other length, at first and later, and the share of the time
-that this may take later: or the cost of lengths that were never tried would stay a guess."""
 
 _COLLAPSE_MISSES = 16
 _HEALTHY_RATE = 0.3
@@ -55,43 +48,20 @@ _HEALTHY_RATE = 0.3
 
 
 class Acceptance:
-    """Chance of each draft position, given that the ones before were accepted, from decayed counts."""
-
-    __slots__ = ("passed", "tried")
+    """Over all sequences: how often a draft at each position was tried (those before were right), and failed."""
 
     def __init__(self, num_positions: int) -> None:
         self.tried = [0.0] * num_positions
-        self.passed = [0.0] * num_positions
+        self.failed = [0.0] * num_positions
 
-    def add(self, num_drafts: int, num_accepted: int, keep: float) -> None:
-        """Count a verification: positions behind the first wrong one were not tried."""
-        for position in range(min(num_drafts, num_accepted + 1)):
-            self.tried[position] = self.tried[position] * keep + 1.0
-            self.passed[position] = self.passed[position] * keep + (position < num_accepted)
-
-    def fade(self, num_steps: int) -> None:
-        """Forget a little for every step without drafts."""
-        keep = _FADE**num_steps
-        self.tried = [count * keep for count in self.tried]
-        self.passed = [count * keep for count in self.passed]
-
-    def rates(self) -> list[float]:
-        """The chances by themselves; a position of which little is known takes after the one before it."""
-        rate = _FIRST_RATE
-        rates = []
-        for passed, tried in zip(self.passed, self.tried, strict=True):
-            rate = (passed + _PRIOR_TRIALS * rate) / (tried + _PRIOR_TRIALS)
-            rates.append(rate)
-        return rates
-
-    def worths(self, prior_rates: list[float]) -> list[float]:
-        """Chance that a draft at each position is reached and accepted."""
-        worths = []
-        survival = 1.0
-        for passed, tried, prior in zip(self.passed, self.tried, prior_rates, strict=True):
-            survival *= (passed + _PRIOR_TRIALS * prior) / (tried + _PRIOR_TRIALS)
-            worths.append(survival)
-        return worths
+    def hazards(self) -> list[float]:
+        """Chance that a tried draft is wrong; a position of which little is known takes after the one before."""
+        hazard = 1.0 - _FIRST_RATE
+        hazards = []
+        for failed, tried in zip(self.failed, self.tried, strict=True):
+            hazard = (failed + _PRIOR_TRIALS * hazard) / (tried + _PRIOR_TRIALS)
+            hazards.append(hazard)
+        return hazards
 
 
 class _Tally:
@@ -119,17 +89,49 @@ class _Tally:
 
 
 class _History:
-    """What a sequence's drafts earned, and the length it has; `misses`: verifications in a row that failed."""
+    """What a sequence's drafts earned against what all sequences would have led to expect, and its length.
 
-    __slots__ = ("acceptance", "length", "misses", "was_healthy", "was_reset", "was_right")
+    tried, failed, expected: decayed counts of drafts, of failures, and of failures among so many of all
+    sequences. health: decayed share of right first drafts. misses: verifications in a row that failed.
+    """
 
-    def __init__(self, num_positions: int) -> None:
-        self.acceptance = Acceptance(num_positions)
+    __slots__ = ("expected", "failed", "health", "length", "misses", "tried", "was_healthy",
+                 "was_reset", "was_right")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.tried = self.failed = self.expected = self.health = 0.0
         self.length = 1
         self.misses = 0
-        self.was_right = False
-        self.was_healthy = False
-        self.was_reset = False
+        self.was_right = self.was_healthy = self.was_reset = False
+
+    def add(self, num_tried: int, has_failed: bool, expected: float) -> None:
+        self.tried = self.tried * _KEEP + num_tried
+        self.failed = self.failed * _KEEP + has_failed
+        self.expected = self.expected * _KEEP + expected
+
+    def fade(self, num_steps: int) -> None:
+        """Forget a little for every step without drafts."""
+        keep = _KEEP_IDLE**num_steps
+        self.tried *= keep
+        self.failed *= keep
+        self.expected *= keep
+
+    def worths(self, odds: list[float]) -> list[float]:
+        """Chance that a draft at each position is reached and accepted, from the odds of failing over all.
+
+        The sequence's own odds are those times one factor, which all its positions share.
+        """
+        factor = 1.0
+        if self.tried:
+            usual = self.expected / self.tried
+            own = (self.failed + _PRIOR_TRIALS * usual) / (self.tried + _PRIOR_TRIALS)
+            factor = own * (1.0 - usual) / (usual * (1.0 - own))
+        worths = []
+        survival = 1.0
+        for odd in odds:
+            survival /= 1.0 + factor * odd
+            worths.append(survival)
+        return worths
 
 
 class DraftController:
@@ -155,13 +157,13 @@ class DraftController:
         self._max_rows = max_rows
         self._has_cache = has_cache
         self._all = Acceptance(max_drafts)
+        self._expected = [0.0] * (max_drafts + 1)
         self._since = _Tally(max_drafts)
         self._histories: dict[int, _History] = {}
         self._num_steps = 0
         self._num_choices = 0
-        self._num_variations = 0
-        self._next_variation = _VARIATION_CHOICES[0]
-        self._next_probe = _PROBE_STEPS[0]
+        self._changes = (1, -1, max_drafts, -max_drafts)
+        self._credits = [0.0] * len(self._changes)
 
     @classmethod
     def of(
@@ -197,16 +199,21 @@ class DraftController:
             return
         self._num_steps += 1
         # Choosing costs 2 ms for 256 sequences; between two choices each keeps its length.
-        stride = 1 + len(items) // _ITEMS_PER_CHOICE
+        stride = -(-len(items) // _ITEMS_PER_CHOICE)
+        changes = None
         if self._num_steps % stride == 0:
-            self._choose(batch, items, stride, self._cost_model)
-        for item in items:
-            length = self._history(item.seq).length
-            item.num_wanted_drafts = min(length, _useful_drafts(item.seq))
-        self._probe(batch, items, self._cost_model)
+            changes = self._choose(batch, items, stride, self._cost_model)
+        num_rows = len(items)
+        for index, item in enumerate(items):
+            history = self._history(item.seq)
+            length = changes[index] if changes else history.length
+            if not length and history.was_right:
+                length, history.was_right = 1, False
+            length = min(length, _useful_drafts(item.seq), self._max_rows - num_rows)
+            item.num_wanted_drafts = length
+            num_rows += length
         if self._metrics is not None:
-            chosen = sum(item.num_wanted_drafts for item in items)
-            self._metrics.draft_length.value = chosen / len(items)
+            self._metrics.draft_length.value = num_rows / len(items) - 1.0
 
     def _take_tally(self) -> None:
         """Enter the verifications since the last call into the counts of all sequences and the metrics."""
@@ -217,7 +224,7 @@ class DraftController:
             if not drafted:
                 break
             self._all.tried[position] = self._all.tried[position] * keep + tried
-            self._all.passed[position] = self._all.passed[position] * keep + accepted
+            self._all.failed[position] = self._all.failed[position] * keep + tried - accepted
             if self._metrics is not None:
                 self._metrics.drafts_at[position].value += drafted
                 self._metrics.accepted_at[position].value += accepted
@@ -228,50 +235,29 @@ class DraftController:
         items: list[ScheduledSequence],
         num_steps: int,
         cost_model: CostModel,
-    ) -> None:
-        """Set the length of every sequence for the next `num_steps` steps."""
-        prior = self._all.rates()
+    ) -> list[int] | None:
+        """Set the length of every sequence for the next `num_steps` steps; other lengths to try for once."""
+        hazards = self._all.hazards()
+        for position, hazard in enumerate(hazards):
+            self._expected[position + 1] = self._expected[position] + hazard
+        odds = [hazard / (1.0 - hazard) for hazard in hazards]
         histories = [self._history(item.seq) for item in items]
-        worths = [history.acceptance.worths(prior) for history in histories]
-        longest, lowest_bin = self._best_cut(batch, items, worths, cost_model)
-        self._num_choices += 1
-        if self._num_choices >= self._next_variation:
-            longest, lowest_bin = self._variation(batch, items, cost_model), 0
+        worths = [history.worths(odds) for history in histories]
+        shape = StepShape.of(batch)
+        shape.context_tokens = sum(item.seq.num_tokens for item in items)
+        longest, lowest_bin = self._best_cut(shape, worths, cost_model)
         for history, row in zip(histories, worths, strict=True):
             history.length = sum(int(worth * _BINS) >= lowest_bin for worth in row[:longest])
             if not history.length:
-                history.acceptance.fade(num_steps)
-
-    def _variation(
-        self, batch: Batch, items: list[ScheduledSequence], cost_model: CostModel
-    ) -> int:
-        """A length to try for a change; the dearer it is, the longer until the next."""
-        lengths = (self.max_drafts, 0, (self.max_drafts + 1) // 2, 1)
-        length = lengths[self._num_variations % len(lengths)]
-        length = min(length, (self._max_rows - len(items)) // len(items))
-        shape = StepShape.of(batch)
-        usual = cost_model.seconds(shape)
-        shape.decode_rows = shape.logits_rows = len(items) * (1 + length)
-        shape.draft_passes, shape.draft_rows = length, len(items) * length
-        cost = cost_model.seconds(shape) / max(usual, 1e-9) - 1.0
-        pause = max(_VARIATION_CHOICES[1], int(cost / _VARIATION_SHARE))
-        first = _VARIATION_CHOICES[0] << min(self._num_variations, 20)
-        self._next_variation = self._num_choices + min(pause, first)
-        self._num_variations += 1
-        return length
+                history.fade(num_steps)
+        lengths = [history.length for history in histories]
+        return self._explore(shape, worths, lengths, num_steps, cost_model)
 
     def _best_cut(
-        self,
-        batch: Batch,
-        items: list[ScheduledSequence],
-        worths: list[list[float]],
-        cost_model: CostModel,
+        self, shape: StepShape, worths: list[list[float]], cost_model: CostModel
     ) -> tuple[int, int]:
         """Longest draft and least worth, as a bin, of the choice with the highest expected rate."""
-        shape = StepShape.of(batch)
-        num_items = len(items)
-        room = self._max_rows - num_items
-        shape.context_tokens = sum(item.seq.num_tokens for item in items)
+        num_items = len(worths)
         counts = [0] * (_BINS + 1)
         sums = [0.0] * (_BINS + 1)
         best_rate, best = 0.0, (0, _BINS + 1)
@@ -287,43 +273,54 @@ class DraftController:
                     continue
                 num_rows += counts[lowest]
                 expected += sums[lowest]
-                if num_rows - num_items > room:
+                if num_rows > self._max_rows:
                     break
-                shape.decode_rows = shape.logits_rows = num_rows
-                shape.draft_passes, shape.draft_rows = length, num_rows - num_items
-                rate = expected / max(cost_model.seconds(shape), 1e-9)
+                rate = expected / _seconds(shape, num_items, num_rows, length, cost_model)
                 if rate > best_rate:
                     best_rate, best = rate, (length, lowest)
                 if not length:
                     break
         return best
 
-    def _probe(self, batch: Batch, items: list[ScheduledSequence], cost_model: CostModel) -> None:
-        """Let sequences without drafts try one: those whose last one was right, now and then all."""
-        is_due = self._num_steps >= self._next_probe
-        without = StepShape.of(batch) if is_due else None
-        num_rows = sum(item.num_wanted_drafts + 1 for item in items)
-        num_tried = 0
-        for item in items:
-            if item.num_wanted_drafts or not (is_due or self._history(item.seq).was_right):
-                continue
-            if num_rows < self._max_rows and _useful_drafts(item.seq):
-                item.num_wanted_drafts = 1
-                self._history(item.seq).was_right = False
-                num_rows += 1
-                num_tried += 1
-        if without is not None:
-            tried = StepShape.of(batch)
-            tried.decode_rows += num_tried
-            tried.logits_rows += num_tried
-            cost = cost_model.seconds(tried) / max(cost_model.seconds(without), 1e-9) - 1.0
-            fewest, most = _PROBE_STEPS
-            self._next_probe = self._num_steps + min(most, max(fewest, int(cost / _PROBE_SHARE)))
+    def _explore(
+        self,
+        shape: StepShape,
+        worths: list[list[float]],
+        lengths: list[int],
+        num_steps: int,
+        cost_model: CostModel,
+    ) -> list[int] | None:
+        """Other lengths for one step, when what that costs was saved up; None otherwise.
+
+        Without it, costs of lengths that are not chosen and acceptance of drafts that are not made would
+        stay what they were once believed to be.
+        """
+        turn = self._num_choices % len(self._changes)
+        self._num_choices += 1
+        change = self._changes[turn]
+        others = [min(max(length + change, 0), self.max_drafts) for length in lengths]
+        num_items = len(lengths)
+        num_rows = num_items + sum(others)
+        if others == lengths or num_rows > self._max_rows:
+            return None
+        usual_rows, usual_passes = num_items + sum(lengths), max(lengths)
+        usual = _seconds(shape, num_items, usual_rows, usual_passes, cost_model)
+        seconds = _seconds(shape, num_items, num_rows, max(others), cost_model)
+        gain = num_items + sum(sum(row[:n]) for row, n in zip(worths, others, strict=True))
+        usual_gain = num_items + sum(sum(row[:n]) for row, n in zip(worths, lengths, strict=True))
+        loss = seconds / usual - gain / usual_gain
+        # What is not known yet is worth more: some five steps in all.
+        self._credits[turn] += _EXPLORE_SHARE * num_steps + 1.0 / self._num_choices
+        if self._credits[turn] < loss:
+            return None
+        self._credits[turn] = 0.0
+        return others
 
     def observe(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn from a verification of at least one draft."""
         history = self._history(seq)
-        history.acceptance.add(num_drafts, num_accepted, _KEEP)
+        num_tried = min(num_drafts, num_accepted + 1)
+        history.add(num_tried, num_accepted < num_drafts, self._expected[num_tried])
         self._since.add(num_drafts, num_accepted)
         history.was_right = num_accepted > 0
         history.misses = 0 if num_accepted else history.misses + 1
@@ -331,9 +328,8 @@ class DraftController:
             self._notice_collapse(seq, history)
 
     def _notice_collapse(self, seq: Sequence, history: _History) -> None:
-        tried = history.acceptance.tried[0]
-        if tried > 8 and history.acceptance.passed[0] > _HEALTHY_RATE * tried:
-            history.was_healthy = True
+        history.health += 0.1 * (history.was_right - history.health)
+        history.was_healthy |= history.health > _HEALTHY_RATE
         collapsed = history.was_healthy and history.misses >= _COLLAPSE_MISSES
         if not collapsed or history.was_reset or seq.status is not SequenceStatus.RUNNING:
             return
@@ -348,8 +344,17 @@ class DraftController:
     def _history(self, seq: Sequence) -> _History:
         history = self._histories.get(seq.seq_id)
         if history is None:
-            history = self._histories[seq.seq_id] = _History(self.max_drafts)
+            history = self._histories[seq.seq_id] = _History()
         return history
+
+
+def _seconds(
+    shape: StepShape, num_items: int, num_rows: int, longest: int, cost_model: CostModel
+) -> float:
+    """Of a step that verifies and drafts `num_rows - num_items` drafts; changes `shape`."""
+    shape.decode_rows = shape.logits_rows = num_rows
+    shape.draft_passes, shape.draft_rows = longest, num_rows - num_items
+    return max(cost_model.decode_seconds(shape), 1e-9)
 
 
 def _useful_drafts(seq: Sequence) -> int:
