@@ -112,13 +112,24 @@ def draft_codec(codec: str) -> str:
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """What a token's keys and values take: codec and unquantised tail of the model's attention layers, and of
-    `num_draft_layers` more that a draft model keeps (MTP), which may use another codec.
+    `num_draft_layers` more that a draft model keeps, which may use another codec, and have heads of its own
+    (0: the model's).
     """
 
     codec: str = PLAIN
     tail_rows: int = TAIL_ROWS
     num_draft_layers: int = 0
     draft_codec: str = PLAIN
+    draft_kv_heads: int = 0
+    draft_head_dim: int = 0
+
+    def draft_shapes(self, model: ModelConfig) -> ModelConfig:
+        """`model` with the key and value heads of the draft layers."""
+        return replace(
+            model,
+            num_kv_heads=self.draft_kv_heads or model.num_kv_heads,
+            head_dim=self.draft_head_dim or model.head_dim,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,13 +272,17 @@ def plan_memory(
         )
     layers, drafts = model.num_attention_layers, kv.num_draft_layers
     page = layers * layer_page_bytes(kv.codec, model, element_bytes)
-    page += drafts * layer_page_bytes(kv.draft_codec, model, element_bytes)
+    drafter = kv.draft_shapes(model)
+    tail = layers * plain_kv_bytes(model, kv.tail_rows, element_bytes)
+    if drafts:
+        page += drafts * layer_page_bytes(kv.draft_codec, drafter, element_bytes)
+        tail += drafts * plain_kv_bytes(drafter, kv.tail_rows, element_bytes)
     plan = MemoryPlan(
         num_pages=0,
         num_slots=num_slots,
         max_model_len=wanted_len,
         page_bytes=page,
-        tail_bytes=(layers + drafts) * plain_kv_bytes(model, kv.tail_rows, element_bytes),
+        tail_bytes=tail,
         state_bytes=state_bytes(
             model, slot_layout(model, max_draft_tokens), element_bytes, state_element_bytes
         ),

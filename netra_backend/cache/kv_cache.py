@@ -83,9 +83,8 @@ class KVCache:
     def __init__(
         self, model: ModelConfig, plan: MemoryPlan, dtype: torch.dtype, device: torch.device
     ) -> None:
-        heads, dim = model.num_kv_heads, model.head_dim
-
-        def pool(num_layers: int, name: str) -> _Pool:
+        def pool(num_layers: int, name: str, shapes: ModelConfig) -> _Pool:
+            heads, dim = shapes.num_kv_heads, shapes.head_dim
             codec = make_codec(name, heads, dim, dtype, device)
             pages = (num_layers, plan.num_pages, *codec.page_shape)
             tails = (num_layers, plan.num_slots, 2, heads, plan.kv.tail_rows, dim)
@@ -95,8 +94,9 @@ class KVCache:
                 torch.zeros(tails, dtype=dtype, device=device),
             )
 
-        main = pool(model.num_attention_layers, plan.kv.codec)
-        drafts = pool(plan.kv.num_draft_layers, plan.kv.draft_codec)
+        main = pool(model.num_attention_layers, plan.kv.codec, model)
+        draft_shapes = plan.kv.draft_shapes(model)
+        drafts = pool(plan.kv.num_draft_layers, plan.kv.draft_codec, draft_shapes)
         self._pools = (main, drafts)
         assert sum(p.pages.nbytes for p in self._pools) == plan.num_pages * plan.page_bytes
         assert sum(p.tails.nbytes for p in self._pools) == plan.num_slots * plan.tail_bytes

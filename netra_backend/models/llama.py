@@ -9,6 +9,7 @@ from netra_backend.cache.state_pool import StatePool
 from netra_backend.config import ModelConfig
 from netra_backend.forward_context import ForwardContext
 from netra_backend.models.layers import Embedding, GatedMlp, RotaryEmbedding, pair_rotary
+from netra_backend.models.taps import Taps
 from netra_backend.models.weights import Weights
 from netra_backend.ops import Linear, RmsNorm, apply_rope, paged_attention
 
@@ -76,13 +77,23 @@ class Llama:
         )
         self._rope = RotaryEmbedding(config, max_len, device)
 
-    def forward(self, context: ForwardContext, cache: KVCache, states: StatePool) -> torch.Tensor:
-        """Hidden states after the final norm, [num_tokens, hidden]."""
+    def forward(
+        self, context: ForwardContext, cache: KVCache, states: StatePool, taps: Taps | None = None
+    ) -> torch.Tensor:
+        """Hidden states after the final norm, [num_tokens, hidden]; `taps` hear the layers before it."""
         x = self._embedding.embed(context.token_ids)
         rotation = self._rope(context.positions)
-        for layer, layer_cache in zip(self._layers, cache.layers, strict=True):
+        for index, (layer, layer_cache) in enumerate(zip(self._layers, cache.layers, strict=True)):
+            if taps is not None:
+                taps.take(index, x)
             x = layer(x, rotation, context, layer_cache)
+        if taps is not None:
+            taps.take(len(self._layers), x)
         return self._norm(x)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden]."""
+        return self._embedding.embed(token_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size]."""

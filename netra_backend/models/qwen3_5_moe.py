@@ -14,6 +14,7 @@ from netra_backend.config import ModelConfig
 from netra_backend.forward_context import ForwardContext
 from netra_backend.models.gated_delta_net import GatedDeltaNet
 from netra_backend.models.layers import Embedding, RotaryEmbedding, pair_rotary
+from netra_backend.models.taps import Taps
 from netra_backend.models.weights import Weights
 from netra_backend.ops import (
     Linear,
@@ -178,15 +179,25 @@ class Qwen35Moe:
         self._norm = zero_centred_norm(weights, config, "model.norm.weight")
         self.rope = RotaryEmbedding(config, max_len, device)
 
-    def forward(self, context: ForwardContext, cache: KVCache, states: StatePool) -> torch.Tensor:
-        """Hidden states after the final norm, [num_tokens, hidden]."""
+    def forward(
+        self, context: ForwardContext, cache: KVCache, states: StatePool, taps: Taps | None = None
+    ) -> torch.Tensor:
+        """Hidden states after the final norm, [num_tokens, hidden]; `taps` hear the layers before it."""
         x = self.embedding.embed(context.token_ids)
         rotation = self.rope(context.positions)
         caches, pools = iter(cache.layers), iter(states.layers)
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
+            if taps is not None:
+                taps.take(index, x)
             storage = next(caches) if layer.attention is not None else next(pools)
             x = layer(x, rotation, context, storage)
+        if taps is not None:
+            taps.take(len(self._layers), x)
         return self._norm(x)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden]."""
+        return self.embedding.embed(token_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size]."""
