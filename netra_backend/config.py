@@ -16,7 +16,9 @@ from pathlib import Path
 
 from netra_backend.errors import ConfigError
 
-_SPECULATIONS = ("none", "ngram", "mtp", "ngram+mtp", "auto")
+_SPECULATIONS = (
+    "none", "ngram", "mtp", "eagle3", "dflash", "ngram+mtp", "ngram+eagle3", "ngram+dflash", "auto",
+)  # fmt: skip
 
 _BYTE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -52,6 +54,7 @@ class EngineConfig:
     prefix_checkpoint_dtype: str = "float32"
 
     speculation: str = "none"
+    drafter_checkpoint: str = ""
     num_draft_tokens: int = 0
     adaptive_drafts: bool = True
 
@@ -159,6 +162,13 @@ class EngineConfig:
         if not (path / "config.json").is_file():
             raise ConfigError(f"checkpoint={self.checkpoint!r}: no config.json in {path}")
         return path
+
+    def with_drafter_path(self, model_directory: Path) -> EngineConfig:
+        """The same with `drafter_checkpoint`, if there is one, made absolute as checkpoint_path does."""
+        if not self.drafter_checkpoint:
+            return self
+        path = (model_directory / self.drafter_checkpoint).resolve()
+        return dataclasses.replace(self, drafter_checkpoint=str(path))
 
 
 def _parse_bool(text: str) -> bool:

@@ -122,6 +122,7 @@ class Engine:
         from netra_backend.tokenizer import Detokenizer, Tokenizer
 
         tokenizer = Tokenizer(checkpoint)
+        config = config.with_drafter_path(model_directory)
         # A thread that has used OpenMP keeps workers, and with more of them than cores none may spin: those
         # of loading end here, and the thread that steps will have the only ones.
         with ThreadPoolExecutor(1) as loader:

@@ -22,27 +22,11 @@ from netra_backend.cache.state_pool import StatePool
 from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.errors import ConfigError
 from netra_backend.forward_context import build_context
-from netra_backend.memory_plan import (
-    KVLayout,
-    MemoryPlan,
-    draft_codec,
-    plan_memory,
-    slot_layout,
-    tail_rows,
-)
-from netra_backend.models.qwen3_5_moe import Qwen35Moe
+from netra_backend.memory_plan import MemoryPlan, plan_memory, slot_layout
 from netra_backend.models.registry import load_model
+from netra_backend.models.taps import Taps
 from netra_backend.sampler import Sampler
-from netra_backend.spec.mtp import MtpProposer, has_mtp, load_mtp_head
-from netra_backend.spec.ngram import NgramProposer
-from netra_backend.spec.proposer import LookupFirst, Proposer
-
-_DEFAULT_DRAFTS = {"ngram": 8, "mtp": 4, "ngram+mtp": 4}
-
-_LOOKUP_BEFORE_MODEL = 4
-"""Tokens of agreement from which a lookup is trusted more than a draft model (2.84 tokens a step with 4 drafts
-on random excerpts of the standard library, 2.17 with MTP alone, 2.26 with lookups alone; small checkpoint).
-"""
+from netra_backend.spec.drafting import make_proposer, plan_drafts
 
 _CHECKPOINTS_PER_SEQUENCE = 4
 """A running conversation keeps its prompt's end and its answer's newest page; the others are history."""
@@ -73,11 +57,10 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.model_config = ModelConfig.from_file(checkpoint / "config.json")
         self._model = load_model(checkpoint, self.model_config, dtype, self._device)
-        method = _draft_method(config, checkpoint, self.model_config, self._device)
-        self.max_draft_tokens = (
-            0 if method == "none" else config.num_draft_tokens or _DEFAULT_DRAFTS[method]
-        )
-        self.has_draft_cache = "mtp" in method
+        drafts = plan_drafts(config, checkpoint, self.model_config, self._device)
+        self.max_draft_tokens = drafts.max_draft_tokens
+        self.has_draft_cache = drafts.has_cache
+        self.tap_places = drafts.tap_places
         state_dtype = _DTYPES[config.state_dtype]
         codec = choose_codec(config, self.model_config, self._device)
         self.plan: MemoryPlan = plan_memory(
@@ -90,13 +73,7 @@ class ModelRunner:
             max_draft_tokens=self.max_draft_tokens,
             num_checkpoints=self._num_checkpoints(config),
             checkpoint_element_bytes=_DTYPES[config.prefix_checkpoint_dtype].itemsize,
-            kv=KVLayout(
-                codec,
-                # Verified drafts, and behind them those that a draft layer runs ahead.
-                tail_rows(2 * self.max_draft_tokens),
-                num_draft_layers=int(self.has_draft_cache),
-                draft_codec=draft_codec(codec),
-            ),
+            kv=drafts.kv_layout(codec),
         )
         layout = slot_layout(self.model_config, self.max_draft_tokens)
         self._cache = KVCache(self.model_config, self.plan, dtype, self._device)
@@ -110,22 +87,16 @@ class ModelRunner:
             self._device,
         )
         self._sampler = Sampler(self.model_config.vocab_size, eos_token_ids, self._device)
-        self.proposer = self._make_proposer(method, checkpoint, dtype)
-
-    def _make_proposer(self, method: str, checkpoint: Path, dtype: torch.dtype) -> Proposer | None:
-        if method == "none":
-            return None
-        if method == "ngram":
-            return NgramProposer()
-        if not isinstance(self._model, Qwen35Moe):
-            raise ConfigError(
-                f"speculation={method!r}: {self.model_config.model_type} has no MTP layer"
-            )
-        head = load_mtp_head(checkpoint, self.model_config, self._model, dtype, self._device)
-        mtp = MtpProposer(head, self._model, self._cache.draft_layers[0])
-        if method == "mtp":
-            return mtp
-        return LookupFirst(NgramProposer(_LOOKUP_BEFORE_MODEL), mtp)
+        self.proposer = make_proposer(
+            drafts,
+            checkpoint,
+            self.model_config,
+            self._model,
+            self._cache,
+            self.plan.max_model_len,
+            dtype,
+            self._device,
+        )
 
     def _num_checkpoints(self, config: EngineConfig) -> int:
         if not config.enable_prefix_caching or not self.model_config.num_linear_layers:
@@ -142,11 +113,13 @@ class ModelRunner:
         self._sampler.free(batch.freed_seq_ids)
         self._prepare_storage(batch)
         context, ordered = build_context(batch, self._device)
-        hidden = self._model.forward(context, self._cache, self._states)
+        taps = Taps(self.tap_places) if self.tap_places else None
+        hidden = self._model.forward(context, self._cache, self._states, taps)
         results = self._sample(hidden, context.logit_rows, ordered)
         if self.proposer is not None:
             self.proposer.free(batch.freed_seq_ids)
-            drafts = self.proposer.propose(ordered, results, context, hidden)
+            heard = taps.joined() if taps is not None else hidden
+            drafts = self.proposer.propose(ordered, results, context, heard)
             for result, token_ids in zip(results, drafts, strict=True):
                 result.draft_token_ids = token_ids
         by_id = {item.seq.seq_id: out for item, out in zip(ordered, results, strict=True)}
@@ -173,14 +146,6 @@ class ModelRunner:
         if len(logit_rows) == 0:
             return [SequenceOutput() for _ in items]
         return self._sampler.sample(self._model.logits(hidden[logit_rows]), items)
-
-
-def _draft_method(
-    config: EngineConfig, checkpoint: Path, model: ModelConfig, device: torch.device
-) -> str:
-    if config.speculation != "auto":
-        return config.speculation
-    return "mtp" if has_mtp(checkpoint, model, device) else "ngram"
 
 
 def _device(config: EngineConfig) -> torch.device:

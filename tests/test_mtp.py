@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafters import Recorder
 from inline_engine import greedy, make_runner, random_prompts, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5MoeTextModel
@@ -17,7 +18,7 @@ from netra_backend.errors import ConfigError
 from netra_backend.forward_context import ForwardContext
 from netra_backend.model_runner import ModelRunner
 from netra_backend.scheduler import Scheduler
-from netra_backend.spec.proposer import LookupFirst, Proposer
+from netra_backend.spec.proposer import LookupFirst
 
 NUM_DRAFTS = 5
 LENGTHS = (2, 30, 61, 64, 100, 129)
@@ -64,39 +65,6 @@ class ReferenceChain:
         return found
 
 
-class Recorder:
-    """Lets the real proposer draft, notes its drafts, and returns others: right up to a changing position."""
-
-    def __init__(self, real: Proposer, answers: dict[tuple[int, ...], list[int]]) -> None:
-        self._real = real
-        self._answers = answers
-        self.seen: list[tuple[list[int], list[int]]] = []
-
-    def propose(
-        self,
-        items: list[ScheduledSequence],
-        outputs: list[SequenceOutput],
-        context: ForwardContext,
-        hidden: torch.Tensor,
-    ) -> list[list[int]]:
-        real = self._real.propose(items, outputs, context, hidden)
-        returned = []
-        for item, output, drafts in zip(items, outputs, real, strict=True):
-            seq = item.seq
-            assert len(drafts) == (item.num_wanted_drafts if item.num_logits else 0)
-            if drafts:
-                self.seen.append((seq.token_ids + output.token_ids, drafts))
-            answer = self._answers[tuple(seq.token_ids[: seq.num_prompt_tokens])]
-            at = seq.num_output_tokens + len(output.token_ids)
-            right = answer[at : at + item.num_wanted_drafts]
-            keep = (seq.seq_id + len(self.seen)) % (NUM_DRAFTS + 1)
-            returned.append(right[:keep] + [(t + 1) % VOCAB_SIZE for t in right[keep:]])
-        return returned
-
-    def free(self, seq_ids: list[int]) -> None:
-        self._real.free(seq_ids)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_mtp(tmp_path_factory.mktemp("mtp") / "stacked")
@@ -121,7 +89,8 @@ def test_drafts_equal_the_plain_chain_whatever_was_accepted(
     plain = run(runner, prompts, greedy(20)).token_ids
     real = runner.proposer
     assert real is not None
-    recorder = Recorder(real, {tuple(p): a for p, a in zip(prompts, plain, strict=True)})
+    answers = {tuple(p): a for p, a in zip(prompts, plain, strict=True)}
+    recorder = Recorder(real, answers, NUM_DRAFTS, VOCAB_SIZE)
     runner.proposer = recorder
     try:
         result = run(runner, prompts, greedy(20), budget=budget, num_drafts=NUM_DRAFTS)

@@ -1,31 +1,19 @@
-"""MTP: the checkpoint's own draft layer (`mtp.*`), chained to any number of drafts.
+"""MTP: the checkpoint's own draft layer (`mtp.*`), chained to any number of drafts by chain.py.
 
 One attention layer over (embedding of token p+1, the model's hidden state after the final norm at p), which
-predicts token p+2; later drafts take its own normed output in place of that hidden state. Its keys and values
-are one more layer of the KV cache with the pages and tails of the sequence: slot p holds (token p+1, hidden p).
-
-    row of the step            token p+1                   its slot is then
-    prompt                     the next prompt token       final
-    last row before a token    the token chosen            final
-    accepted draft             the next accepted or chosen final: rebuilt from the model's hidden state
-    rejected draft             anything                    beyond the computed tokens, overwritten later
-
-A page that is shared by a prefix hit ends with the token that followed it the first time: one slot of the past
-may be off, which costs a little acceptance there and nothing else.
+predicts token p+2; later drafts take its own normed output in place of that hidden state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from netra_backend.batch import ScheduledSequence, SequenceOutput
 from netra_backend.cache.kv_cache import LayerCache
 from netra_backend.config import ModelConfig
 from netra_backend.errors import ConfigError
-from netra_backend.forward_context import ForwardContext, draft_context, draft_pages
+from netra_backend.forward_context import ForwardContext
 from netra_backend.models.qwen3_5_moe import DecoderLayer, Qwen35Moe, zero_centred_norm
 from netra_backend.models.weights import Weights
 from netra_backend.ops import Linear
@@ -47,6 +35,10 @@ class MtpHead:
         self._layer = DecoderLayer(weights, config, "mtp.layers.0", "full_attention")
         self._norm = zero_centred_norm(weights, config, "mtp.norm.weight")
 
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What stands for computed tokens: the model's final hidden states as they are."""
+        return hidden
+
     def __call__(
         self, hidden: torch.Tensor, context: ForwardContext, cache: LayerCache
     ) -> torch.Tensor:
@@ -55,6 +47,10 @@ class MtpHead:
         x = self._fc(torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), -1))
         x = self._layer(x, self._model.rope(context.positions), context, cache)
         return self._norm(x)
+
+    def next_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """The most likely tokens [num_rows] after the layer's outputs."""
+        return self._model.logits(states).argmax(-1)
 
 
 def load_mtp_head(
@@ -76,100 +72,3 @@ def has_mtp(directory: Path, config: ModelConfig, device: torch.device) -> bool:
     if config.num_mtp_layers == 0:
         return False
     return "mtp.fc.weight" in Weights(directory, torch.float32, device, config.fp8_block)
-
-
-class MtpProposer:
-    """Follows every row of every step with the layer, and chains it for the sequences that want drafts."""
-
-    def __init__(self, head: MtpHead, model: Qwen35Moe, cache: LayerCache) -> None:
-        self._head = head
-        self._model = model
-        self._cache = cache
-
-    def propose(
-        self,
-        items: list[ScheduledSequence],
-        outputs: list[SequenceOutput],
-        context: ForwardContext,
-        hidden: torch.Tensor,
-    ) -> list[list[int]]:
-        """See Proposer. Drafts are the layer's most likely tokens."""
-        following: list[int] = []
-        live: list[tuple[int, int, int]] = []  # slot, index, row that the first draft comes from
-        for index, (item, output) in enumerate(zip(items, outputs, strict=True)):
-            if item.num_logits and item.num_wanted_drafts:
-                accepted = output.num_accepted_tokens
-                row = item.num_scheduled_tokens - 1 if item.is_chunk else accepted
-                live.append((item.seq.slot, index, len(following) + row))
-            following += _following_tokens(item, output)
-        ids = torch.tensor(following, dtype=torch.int64, device=hidden.device)
-        shifted = ForwardContext(
-            ids, context.positions, context.short, context.chunks, context.logit_rows
-        )
-        states = self._head(hidden, shifted, self._cache)
-        drafts: list[list[int]] = [[] for _ in items]
-        if live:
-            live.sort()
-            rows = torch.tensor([row for _, _, row in live], device=hidden.device)
-            chosen = [index for _, index, _ in live]
-            found = self._chain(
-                [items[index] for index in chosen],
-                [outputs[index] for index in chosen],
-                states[rows],
-                context,
-            )
-            for index, tokens in zip(chosen, found, strict=True):
-                drafts[index] = tokens
-        return drafts
-
-    def _chain(
-        self,
-        items: list[ScheduledSequence],
-        outputs: list[SequenceOutput],
-        states: torch.Tensor,
-        step_context: ForwardContext,
-    ) -> list[list[int]]:
-        """Drafts of `items` (by slot) from the head's states [num_items, hidden] at their last tokens."""
-        lens = [_computed_after(item, out) for item, out in zip(items, outputs, strict=True)]
-        live = list(range(len(items)))
-        drafts: list[list[int]] = [[] for _ in items]
-        short = step_context.short
-        same = short is not None and not step_context.chunks and short.num_seqs == len(items)
-        pages = short.pages if short and same else draft_pages(items, states.device)
-        found: list[tuple[list[int], torch.Tensor]] = []
-        ids = torch.empty(0, dtype=torch.int64, device=states.device)
-        for step in range(max(item.num_wanted_drafts for item in items)):
-            keep = [i for i, index in enumerate(live) if items[index].num_wanted_drafts > step]
-            if step:
-                if len(keep) < len(live):
-                    live = [live[i] for i in keep]
-                    kept = torch.tensor(keep, device=states.device)
-                    states, ids = states[kept], ids[kept]
-                    pages = draft_pages([items[index] for index in live], states.device)
-                positions = [lens[index] - 1 + step for index in live]
-                context = draft_context([items[index] for index in live], positions, ids, pages)
-                states = self._head(states, context, self._cache)
-            ids = self._model.logits(states).argmax(-1)
-            found.append((live, ids))
-        for indexes, ids in found:
-            for index, token_id in zip(indexes, ids.tolist(), strict=True):
-                drafts[index].append(token_id)
-        return drafts
-
-    def free(self, seq_ids: Iterable[int]) -> None:
-        """Nothing is kept outside the KV cache."""
-
-
-def _following_tokens(item: ScheduledSequence, output: SequenceOutput) -> list[int]:
-    """The token after each of the item's rows; anything after a rejected draft."""
-    seq, count = item.seq, item.num_scheduled_tokens
-    if not item.is_chunk:
-        return output.token_ids + [0] * (count - len(output.token_ids))
-    start = seq.num_computed_tokens + 1
-    return seq.token_ids[start : start + count] + output.token_ids
-
-
-def _computed_after(item: ScheduledSequence, output: SequenceOutput) -> int:
-    """The sequence's num_computed_tokens once the step is applied."""
-    rows = item.num_scheduled_tokens if item.is_chunk else 1 + output.num_accepted_tokens
-    return item.seq.num_computed_tokens + rows

@@ -29,8 +29,8 @@ class Proposer(Protocol):
         """For each item up to item.num_wanted_drafts guesses at the tokens after its outputs.
 
         items and outputs are in the order of the step's rows; hidden [num_tokens, hidden_size] are the
-        model's final hidden states of these rows, after the final norm. The sequences are as they were
-        before the step.
+        model's final hidden states of these rows, after the final norm, or where a draft model taps other
+        layers, what was tapped, side by side. The sequences are as they were before the step.
         """
         ...
 
@@ -67,3 +67,9 @@ class LookupFirst:
         seq_ids = list(seq_ids)
         self._lookup.free(seq_ids)
         self._model.free(seq_ids)
+
+
+def computed_after(item: ScheduledSequence, output: SequenceOutput) -> int:
+    """The sequence's num_computed_tokens once the step is applied."""
+    rows = item.num_scheduled_tokens if item.is_chunk else 1 + output.num_accepted_tokens
+    return item.seq.num_computed_tokens + rows
