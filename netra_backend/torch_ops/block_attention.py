@@ -16,8 +16,6 @@ from netra_backend.forward_context import ForwardContext
 from netra_backend.sequence import PAGE_SIZE
 from netra_backend.torch_ops.attention import attend_groups, merge
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
 _HIDDEN = -1e30
 """Added to scores of what a row does not see; finite, so that a row that sees no page weighs 0 and is no NaN."""
 
@@ -89,7 +87,7 @@ def block_attention(
     queries = q.view(num_seqs, size, num_kv_heads, group, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     own = kv.view(num_seqs, size, 2, num_kv_heads, dim).permute(0, 2, 3, 1, 4)
     near = torch.cat((cache.tails[rows.slots, :, :, : rows.max_tail], own), 3)
-    out, lse = _flash(queries, near[:, 0], near[:, 1], attn_mask=mask.repeat(1, 1, group, 1))
+    out, lse = _attend(queries, near[:, 0], near[:, 1], mask.repeat(1, 1, group, 1), dim**-0.5)
     for index, table in enumerate(rows.tables):
         item = slice(index, index + 1)
         if window:
@@ -100,6 +98,16 @@ def block_attention(
         if past is not None:
             out[item] = merge(out[item], lse[item], past[0].to(out.dtype), past[1])
     return out.reshape(num_seqs, num_heads, size, dim).transpose(1, 2).reshape(q.shape)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of few rows, [.., rows, head_dim], and the log-sum-exp of their scores [.., rows]."""
+    scores = (q @ k.transpose(-1, -2)).float().mul_(scale).add_(mask)
+    lse = scores.logsumexp(-1)
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
+    return weights.to(v.dtype) @ v, lse
 
 
 def _all_pages(
@@ -124,7 +132,7 @@ def _window_of_pages(
     places = first * PAGE_SIZE + torch.arange(keys.shape[2], device=edges.device)
     mask = torch.zeros(len(edges), len(places), device=edges.device)
     mask.masked_fill_(places <= edges[:, None], _HIDDEN)
-    out, lse = _flash(prepared, keys, values, attn_mask=mask[None, None], scale=scale)
+    out, lse = _attend(prepared, keys, values, mask, scale)
     return cache.codec.restore(out), lse
 
 
