@@ -217,6 +217,8 @@ def build(arguments: argparse.Namespace) -> Engine:
     }
     if arguments.speculation:
         parameters["speculation"] = arguments.speculation
+    if arguments.drafter:
+        parameters["drafter_checkpoint"] = str(arguments.drafter.expanduser().resolve())
     if arguments.draft_len:
         parameters |= {"num_draft_tokens": str(arguments.draft_len), "adaptive_drafts": "false"}
     parameters |= dict(setting.split("=", 1) for setting in arguments.set)
@@ -236,7 +238,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--shared-prefix-len", type=int, default=0, help="tokens all prompts share")
-    parser.add_argument("--speculation", help="none, ngram, mtp or auto; default: the knob's")
+    parser.add_argument(
+        "--speculation",
+        help="none, ngram, mtp, eagle3, dflash, ngram+mtp ... or auto; default: the knob's",
+    )
+    parser.add_argument(
+        "--drafter", type=Path, help="directory of an EAGLE-3 head or DFlash drafter"
+    )
     parser.add_argument("--draft-len", type=int, default=0, help="fixed drafts; 0: the controller")
     parser.add_argument("--name", default="netra", help="name of the row")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a knob")
@@ -263,7 +271,11 @@ def main() -> int:
     workload = f"{arguments.users} x {arguments.input_len}+{arguments.output_len}"
     conditions = {
         "machine": asdict(machine.describe(torch.__version__)),
-        "config": asdict(engine.config) | {"checkpoint": arguments.checkpoint.name},
+        "config": asdict(engine.config)
+        | {
+            "checkpoint": arguments.checkpoint.name,
+            "drafter_checkpoint": arguments.drafter.name if arguments.drafter else "",
+        },
         "text": source,
         "seed": arguments.seed,
         "load_seconds": load_seconds,

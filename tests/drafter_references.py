@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from drafters import TappedTarget
+from random_drafters import TappedTarget
 from safetensors.torch import load_file
 
 

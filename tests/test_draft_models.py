@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from drafter_references import DflashReference, EagleReference
-from drafters import Recorder, TappedTarget, make_dflash, make_eagle3
 from inline_engine import greedy, make_runner, random_prompts, run
+from random_drafters import Recorder, TappedTarget, make_dflash, make_eagle3
 
 from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
 from netra_backend.batch import Batch, StepOutput

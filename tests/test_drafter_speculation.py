@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafters import Recorder, make_dflash, make_eagle3
 from inline_engine import Reference, greedy, make_runner, random_prompts, run
+from random_drafters import Recorder, make_dflash, make_eagle3
 from safetensors.torch import load_file, save_file
 
 from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen

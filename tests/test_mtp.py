@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafters import Recorder
 from inline_engine import greedy, make_runner, random_prompts, run
+from random_drafters import Recorder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5MoeTextModel
 
