@@ -14,8 +14,11 @@ from inline_engine import greedy, make_runner, random_prompts, run
 from random_drafters import Recorder, TappedTarget, make_dflash, make_eagle3
 
 from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
-from netra_backend.batch import Batch, StepOutput
+from netra_backend.batch import Batch, ScheduledSequence, SequenceOutput, StepOutput
+from netra_backend.config import EngineConfig
+from netra_backend.engine import Engine
 from netra_backend.model_runner import ModelRunner
+from netra_backend.request import Request
 from netra_backend.spec.drafter_config import Rope
 from netra_backend.spec.drafter_layers import DrafterRotary
 
@@ -131,6 +134,48 @@ def test_preempted_sequences_draft_as_before(case: Case) -> None:
     assert seen
     for tokens, drafts in seen[:8]:
         assert drafts == case.reference.drafts(tokens, len(drafts)), f"after {len(tokens)} tokens"
+
+
+def test_a_prefix_hit_brings_the_drafters_keys_along(
+    targets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets["qwen"]
+    make_dflash(tmp_path, target)
+    config = EngineConfig(
+        checkpoint=str(target), num_threads=1, kv_cache_memory="64MiB", max_num_seqs=4,
+        prefix_checkpoint_interval=64, speculation="dflash", drafter_checkpoint=str(tmp_path),
+        adaptive_drafts=False,
+    )  # fmt: skip
+    engine = Engine.build(config, target)
+    proposer = engine._runner.proposer  # type: ignore[attr-defined]
+    propose = proposer.propose
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def noted(
+        items: list[ScheduledSequence], outputs: list[SequenceOutput], *rest: object
+    ) -> list[list[int]]:
+        found: list[list[int]] = propose(items, outputs, *rest)
+        seen.append((items[0].seq.token_ids + outputs[0].token_ids, found[0]))
+        return found
+
+    monkeypatch.setattr(proposer, "propose", noted)
+    prompt = random_prompts([150], VOCAB_SIZE, seed=6)[0]
+    cached = []
+    for name in ("cold", "warm"):
+        seen.clear()
+        engine.add(Request(name, tuple(prompt), greedy(12), arrival_time=0.0))
+        while engine.step():
+            pass
+        while not engine.outputs.empty():
+            output = engine.outputs.get()
+        cached.append(output.num_cached_tokens)
+    engine.shutdown(0.0)
+    assert cached == [0, 128]
+    reference = DflashReference(tmp_path, TappedTarget(target))
+    drafted = [(tokens, drafts) for tokens, drafts in seen if drafts]
+    assert len(drafted) > 3
+    for tokens, drafts in drafted:
+        assert drafts == reference.drafts(tokens, len(drafts)), f"after {len(tokens)} tokens"
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp8_e4m3"])

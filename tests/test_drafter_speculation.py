@@ -295,3 +295,9 @@ def test_a_vocabulary_table_that_contradicts_itself_is_refused(
     assert "t2d and d2t" in refusal(qwen, speculation="eagle3", drafter_checkpoint=str(tmp_path))
     save_file(tensors | {"d2t": tensors["d2t"] + 400}, tmp_path / "model.safetensors")
     assert "outside" in refusal(qwen, speculation="eagle3", drafter_checkpoint=str(tmp_path))
+
+
+def test_a_relative_drafter_starts_at_the_models_directory(tmp_path: Path) -> None:
+    config = EngineConfig(drafter_checkpoint="../drafter").with_drafter_path(tmp_path / "netra")
+    assert config.drafter_checkpoint == str(tmp_path / "drafter")
+    assert EngineConfig().with_drafter_path(tmp_path) == EngineConfig()
