@@ -49,9 +49,7 @@ class _Layer:
         hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         self._config = config
         self.attention = config.attentions[index]
-        q, k, v = projections(weights, f"{prefix}.self_attn", config, hidden)
-        self.context_weight = torch.cat((k, v))
-        self._qkv = Linear(torch.cat((q, k, v)))
+        self._qkv = Linear(torch.cat(projections(weights, f"{prefix}.self_attn", config, hidden)))
         self._q_norm = paired_norm(weights, f"{prefix}.self_attn.q_norm", dim, eps)
         self.k_norm = paired_norm(weights, f"{prefix}.self_attn.k_norm", dim, eps)
         width = config.num_attention_heads * dim
@@ -67,6 +65,11 @@ class _Layer:
                 BlockConv(weights, config, f"{prefix}.attention_conv"),
                 BlockConv(weights, config, f"{prefix}.mlp_conv"),
             )
+
+    @property
+    def context_weight(self) -> torch.Tensor:
+        """What makes keys and values of features, [2 * num_kv_heads * head_dim, hidden]."""
+        return self._qkv.weight[self._config.num_attention_heads * self._config.head_dim :]
 
     def __call__(
         self,
