@@ -44,12 +44,14 @@ from netra_backend.torch_ops.block_attention import BlockRows, block_attention, 
 class _Layer:
     """A Qwen3 layer whose keys and values also come from the context's features."""
 
-    def __init__(self, weights: Weights, config: DrafterConfig, index: int) -> None:
+    def __init__(
+        self, weights: Weights, config: DrafterConfig, index: int, qkv: torch.Tensor
+    ) -> None:
         prefix = f"layers.{index}"
         hidden, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         self._config = config
         self.attention = config.attentions[index]
-        self._qkv = Linear(torch.cat(projections(weights, f"{prefix}.self_attn", config, hidden)))
+        self._qkv = Linear(qkv)
         self._q_norm = paired_norm(weights, f"{prefix}.self_attn.q_norm", dim, eps)
         self.k_norm = paired_norm(weights, f"{prefix}.self_attn.k_norm", dim, eps)
         width = config.num_attention_heads * dim
@@ -65,11 +67,6 @@ class _Layer:
                 BlockConv(weights, config, f"{prefix}.attention_conv"),
                 BlockConv(weights, config, f"{prefix}.mlp_conv"),
             )
-
-    @property
-    def context_weight(self) -> torch.Tensor:
-        """What makes keys and values of features, [2 * num_kv_heads * head_dim, hidden]."""
-        return self._qkv.weight[self._config.num_attention_heads * self._config.head_dim :]
 
     def __call__(
         self,
@@ -122,8 +119,14 @@ class DflashDrafter:
         self._tokens = TokenHead(weights, config, model)
         self._fc = Linear(weights.get("fc.weight", (hidden, len(config.tap_places) * hidden)))
         self._hidden_norm = plain_norm(weights, "hidden_norm", hidden, eps)
-        self._layers = [_Layer(weights, config, index) for index in range(config.num_layers)]
-        self._context_kv = Linear(torch.cat([layer.context_weight for layer in self._layers]))
+        parts = [
+            projections(weights, f"layers.{index}.self_attn", config, hidden)
+            for index in range(config.num_layers)
+        ]
+        self._layers = [
+            _Layer(weights, config, index, torch.cat(qkv)) for index, qkv in enumerate(parts)
+        ]
+        self._context_kv = Linear(torch.cat([part for _, *kv in parts for part in kv]))
         self._norm = plain_norm(weights, "norm", hidden, eps)
         self._selector: CandidateSelector | None = None
         if config.selector_rank:
