@@ -67,7 +67,7 @@ class WaitingQueue:
         """Queue a sequence under its urgency."""
         self._keys[seq.seq_id] = key
         insort(self._entries, (key, seq.seq_id, seq))
-        self.num_tokens += seq.num_tokens
+        self.num_tokens += seq.num_uncomputed_tokens
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it is."""
@@ -75,7 +75,7 @@ class WaitingQueue:
         index = bisect_left(self._entries, (key, seq.seq_id))
         assert self._entries[index][2] is seq
         del self._entries[index]
-        self.num_tokens -= seq.num_tokens
+        self.num_tokens -= seq.num_uncomputed_tokens
 
     def candidates(self) -> Iterator[Sequence]:
         """Those that may start, in order: whoever starts one removes it before asking for the next.

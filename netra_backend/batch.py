@@ -41,15 +41,33 @@ class ScheduledSequence:
 
 
 @dataclass(slots=True)
+class HostMoves:
+    """Copies between the device and the host tier, as (source id, target id): sealed pages of all layers, and
+    slots (tail, recurrent state and records).
+    """
+
+    pages_in: list[tuple[int, int]] = field(default_factory=list)
+    slots_in: list[tuple[int, int]] = field(default_factory=list)
+    pages_out: list[tuple[int, int]] = field(default_factory=list)
+    slots_out: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.slots_in or self.slots_out)
+
+
+@dataclass(slots=True)
 class Batch:
     """What this step runs, and which sequences are gone since the last one (their sampler state may go).
 
-    restored: (checkpoint id, slot): states to copy into slots before anything else.
+    Before anything else, in this order: copies of `moves` from the host; `restored`, (checkpoint id, slot),
+    states to copy into slots; copies of `moves` to the host. No sequence starts in a step after one was
+    moved out, so nothing is overwritten before it is read.
     """
 
     scheduled: list[ScheduledSequence]
     freed_seq_ids: list[int] = field(default_factory=list)
     restored: list[tuple[int, int]] = field(default_factory=list)
+    moves: HostMoves = field(default_factory=HostMoves)
 
     @property
     def num_tokens(self) -> int:

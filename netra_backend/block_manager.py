@@ -131,11 +131,17 @@ class BlockManager:
 
         Costs O(pages in use): for tests.
         """
-        running = list(running)
+        self.check_owners([(seq.block_table, seq.slot) for seq in running], pending_page_ids)
+
+    def check_owners(
+        self, owners: Iterable[tuple[list[int], int]], pending_page_ids: Iterable[int] = ()
+    ) -> None:
+        """The same, given the table and the slot of each owner."""
+        owners = list(owners)
         expected = Counter(pending_page_ids)
-        for seq in running:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq.seq_id}: page twice"
-            expected.update(seq.block_table)
+        for table, slot in owners:
+            assert len(set(table)) == len(table), f"slot {slot}: page twice"
+            expected.update(table)
         held = {page_id: count for page_id, count in enumerate(self._ref_counts) if count}
         assert held == dict(expected), f"reference counts {held} != owners {dict(expected)}"
         taken_pages = {page_id for page_id, free in enumerate(self._page_is_free) if not free}
@@ -147,7 +153,7 @@ class BlockManager:
         assert all(self.prefix_cache and self.prefix_cache.has_page(page) for page in cached)
         in_runs = Counter(page_id // RUN_PAGES for page_id in used)
         assert list(self._used_in_run) == [in_runs[i] for i in range(len(self._used_in_run))]
-        slots = sorted(seq.slot for seq in running)
+        slots = sorted(slot for _, slot in owners)
         taken = [slot for slot, free in enumerate(self._slot_is_free) if not free]
         assert slots == taken, f"slots taken {taken} != slots owned {slots}"
         assert self.num_used_slots == len(taken), f"{self.num_used_slots} counted, {taken} taken"

@@ -46,6 +46,7 @@ class EngineConfig:
 
     kv_cache_dtype: str = "auto"
     kv_cache_memory: str = "0.5"
+    host_cache_memory: str = "0"
     state_dtype: str = "float32"
     allow_fp8_without_qk_norm: bool = False
     enable_prefix_caching: bool = True
@@ -93,7 +94,10 @@ class EngineConfig:
             ("max_partial_prompts", self.max_partial_prompts >= 1, "at least 1"),
             ("target_tpot_ms", self.target_tpot_ms >= 0, "0 (none) or milliseconds"),
             ("kv_cache_dtype", self.kv_cache_dtype in _KV_CACHE_DTYPES, ", ".join(_KV_CACHE_DTYPES)),
-            ("kv_cache_memory", self._memory_is_valid(), "a fraction below 1 or bytes, like 0.5 or 8GiB"),
+            ("kv_cache_memory", _bytes_of(self.kv_cache_memory, 2**40) > 0,
+             "a fraction below 1 or bytes, like 0.5 or 8GiB"),
+            ("host_cache_memory", _bytes_of(self.host_cache_memory, 2**40) >= 0,
+             "0 (none), a fraction below 1 or bytes, like 0.5 or 8GiB"),
             ("state_dtype", self.state_dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
             ("speculation", self.speculation in _SPECULATIONS, " or ".join(_SPECULATIONS)),
             ("num_draft_tokens", 0 <= self.num_draft_tokens <= 16, "0 (choose for me) to 16"),
@@ -117,20 +121,13 @@ class EngineConfig:
             ("metrics_interval_seconds", self.metrics_interval_seconds > 0, "seconds"),
         )  # fmt: skip
 
-    def _memory_is_valid(self) -> bool:
-        try:
-            return self.kv_cache_bytes(available_bytes=2**40) > 0
-        except ValueError:
-            return False
-
     def kv_cache_bytes(self, available_bytes: int) -> int:
         """Bytes for pages, tails and states, of `available_bytes` that are free once weights are loaded."""
-        text = self.kv_cache_memory.strip()
-        for unit, factor in _BYTE_UNITS.items():
-            if text.endswith(unit):
-                return int(float(text.removesuffix(unit)) * factor)
-        value = float(text)
-        return int(value * available_bytes) if value < 1 else int(value)
+        return _bytes_of(self.kv_cache_memory, available_bytes)
+
+    def host_cache_bytes(self, available_bytes: int) -> int:
+        """Bytes for preempted sequences, of `available_bytes` of host memory that are free then."""
+        return _bytes_of(self.host_cache_memory, available_bytes)
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> EngineConfig:
@@ -169,6 +166,20 @@ class EngineConfig:
             return self
         path = (model_directory / self.drafter_checkpoint).resolve()
         return dataclasses.replace(self, drafter_checkpoint=str(path))
+
+
+def _bytes_of(text: str, available_bytes: int) -> int:
+    """A number with a unit, or without one as bytes, or below 1 as a fraction; -1 for anything else."""
+    number, factor = text.strip(), 0
+    for unit, size in _BYTE_UNITS.items():
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), size
+            break
+    try:
+        value = float(number)
+        return int(value * (factor or (available_bytes if value < 1 else 1)))
+    except (ValueError, OverflowError):
+        return -1
 
 
 def _parse_bool(text: str) -> bool:

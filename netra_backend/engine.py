@@ -136,7 +136,7 @@ class Engine:
         drafts = DraftController.of(
             config, runner.max_draft_tokens, cost_model, metrics, runner.has_draft_cache
         )
-        blocks, prefixes = _storage(config, runner.model_config, plan, checkpoint.name)
+        blocks, prefixes, host = _storage(config, runner.model_config, plan, checkpoint.name)
         scheduler = Scheduler(
             config,
             blocks,
@@ -148,6 +148,7 @@ class Engine:
             metrics=metrics,
             drafts=drafts,
             prefixes=prefixes,
+            host=host,
         )
 
         def new_detokenizer(params: SamplingParams) -> Detokenizer:
@@ -388,12 +389,18 @@ class Engine:
 
 def _storage(
     config: EngineConfig, model: ModelConfig, plan: MemoryPlan, name: str
-) -> tuple[BlockManager, PrefixReuse | None]:
-    if not config.enable_prefix_caching:
-        return BlockManager(plan.num_pages, plan.num_slots), None
+) -> tuple[BlockManager, PrefixReuse | None, BlockManager | None]:
+    """Pages and slots of the device, prefix reuse, and pages and slots of the host, as far as there are any."""
+    is_reusing = config.enable_prefix_caching
+    host = None
+    if plan.num_host_slots:
+        host_index = PrefixCache(0, needs_checkpoints=False) if is_reusing else None
+        host = BlockManager(plan.num_host_pages, plan.num_host_slots, host_index)
+    if not is_reusing:
+        return BlockManager(plan.num_pages, plan.num_slots), None, host
     has_states = model.num_linear_layers > 0
     cache = PrefixCache(plan.num_checkpoints, has_states)
     blocks = BlockManager(plan.num_pages, plan.num_slots, cache)
     salt = f"{name} {plan.kv.codec}"
     interval = config.prefix_checkpoint_interval
-    return blocks, PrefixReuse(blocks, cache, salt, interval, has_states)
+    return blocks, PrefixReuse(blocks, cache, salt, interval, has_states), host

@@ -162,6 +162,8 @@ class MemoryPlan:
     kv: KVLayout = KVLayout()
     num_checkpoints: int = 0
     checkpoint_bytes: int = 0
+    num_host_pages: int = 0
+    num_host_slots: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -173,6 +175,11 @@ class MemoryPlan:
         """Bytes that the pools take."""
         pools = self.num_pages * self.page_bytes + self.num_slots * self.slot_bytes
         return pools + self.num_checkpoints * self.checkpoint_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that the host tier takes."""
+        return self.num_host_pages * self.page_bytes + self.num_host_slots * self.slot_bytes
 
     @property
     def num_full_conversations(self) -> int:
@@ -190,9 +197,15 @@ class MemoryPlan:
         if self.num_checkpoints:
             size = _mib(self.num_checkpoints * self.checkpoint_bytes)
             parts.append(f"{self.num_checkpoints} state checkpoints ({size})")
+        host = ""
+        if self.num_host_slots:
+            host = (
+                f"; host: {_mib(self.host_bytes)}: {self.num_host_pages:,} pages and "
+                f"{self.num_host_slots} slots for preempted sequences"
+            )
         return (
             f"memory: {_mib(self.total_bytes)} of {_mib(self.budget_bytes)}: {', '.join(parts)}; "
-            f"{self.num_full_conversations} conversations of {self.max_model_len:,} tokens fit"
+            f"{self.num_full_conversations} conversations of {self.max_model_len:,} tokens fit{host}"
         )
 
 
@@ -298,6 +311,23 @@ def plan_memory(
     model_len = min(wanted_len, num_pages * PAGE_SIZE)
     num_pages = min(num_pages, num_slots * pages_for(model_len))
     return replace(plan, num_pages=num_pages, max_model_len=model_len)
+
+
+def plan_host(plan: MemoryPlan, host_bytes: int) -> MemoryPlan:
+    """`plan` with a host tier of `host_bytes`: as many pages per slot as on the device, which is what a
+    preempted sequence holds on average when pages have run out. Raises ConfigError if not one page fits.
+    """
+    if host_bytes == 0:
+        return plan
+    pages_each = -(-plan.num_pages // plan.num_slots)
+    num_slots = max(1, host_bytes // (plan.slot_bytes + pages_each * plan.page_bytes))
+    num_pages = (host_bytes - num_slots * plan.slot_bytes) // plan.page_bytes
+    if num_pages < 1:
+        raise ConfigError(
+            f"host_cache_memory gives {host_bytes:,} bytes; a preempted sequence takes {plan.slot_bytes:,} and "
+            f"{plan.page_bytes:,} for each of its pages: raise it, or set it to 0 for no host tier"
+        )
+    return replace(plan, num_host_pages=num_pages, num_host_slots=num_slots)
 
 
 def _does_not_fit(plan: MemoryPlan, needed: int) -> str:

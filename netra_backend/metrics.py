@@ -101,6 +101,10 @@ class Metrics:
         self.prompt_tokens = Counter("vllm:prompt_tokens_total", "Prompt tokens processed.")
         self.generation_tokens = Counter("vllm:generation_tokens_total", "Tokens generated.")
         self.preemptions = Counter("netra:preemptions_total", "Sequences preempted.")
+        self.moved_out = _resolved("host")
+        self.recomputed = _resolved("recompute")
+        self.host_pages_out = Counter("netra:host_pages_out_total", "Pages copied to the host.")
+        self.host_pages_in = Counter("netra:host_pages_in_total", "Pages copied from the host.")
         self.prefix_queries = Counter(
             "vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."
         )
@@ -207,6 +211,11 @@ class Metrics:
 
 def _labelled(name: str, key: str, value: str) -> Gauge:
     return Gauge(name, f"{name} by {key}.", ((key, value),))
+
+
+def _resolved(by: str) -> Counter:
+    text = "Preempted sequences, by how they go on: moved to the host, or recomputed."
+    return Counter("netra:preemptions_resolved_total", text, (("by", by),))
 
 
 def _at(name: str, what: str, position: int) -> Counter:

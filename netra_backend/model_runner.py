@@ -17,12 +17,13 @@ import torch
 
 from netra_backend.batch import Batch, ScheduledSequence, SequenceOutput, StepOutput
 from netra_backend.cache.codecs import choose_codec
+from netra_backend.cache.host_cache import HostCache
 from netra_backend.cache.kv_cache import KVCache
 from netra_backend.cache.state_pool import StatePool
 from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.errors import ConfigError
 from netra_backend.forward_context import build_context
-from netra_backend.memory_plan import MemoryPlan, plan_memory, slot_layout
+from netra_backend.memory_plan import MemoryPlan, plan_host, plan_memory, slot_layout
 from netra_backend.models.registry import load_model
 from netra_backend.models.taps import Taps
 from netra_backend.sampler import Sampler
@@ -75,6 +76,8 @@ class ModelRunner:
             checkpoint_element_bytes=_DTYPES[config.prefix_checkpoint_dtype].itemsize,
             kv=drafts.kv_layout(codec),
         )
+        host_bytes = config.host_cache_bytes(_available_bytes(torch.device("cpu")))
+        self.plan = plan_host(self.plan, host_bytes)
         layout = slot_layout(self.model_config, self.max_draft_tokens)
         self._cache = KVCache(self.model_config, self.plan, dtype, self._device)
         self._states = StatePool(
@@ -86,6 +89,8 @@ class ModelRunner:
             _DTYPES[config.prefix_checkpoint_dtype],
             self._device,
         )
+        slot_pools = self._cache.slot_pools + self._states.slot_pools
+        self._host = HostCache(self._cache.page_pools, slot_pools, self.plan)
         self._sampler = Sampler(self.model_config.vocab_size, eos_token_ids, self._device)
         self.proposer = make_proposer(
             drafts,
@@ -127,14 +132,18 @@ class ModelRunner:
         return StepOutput(outputs, time.perf_counter() - started)
 
     def _prepare_storage(self, batch: Batch) -> None:
-        """Zero or restore the states of sequences that start, and seal the tails that are full."""
+        """Bring, zero or restore the storage of sequences that start, take that of preempted ones, and seal
+        the tails that are full.
+        """
+        self._host.move_in(batch.moves)
+        if batch.restored:
+            ids, targets = zip(*batch.restored, strict=True)
+            self._states.restore(list(ids), list(targets))
+        self._host.move_out(batch.moves)
         items = batch.scheduled
         fresh = [item.seq.slot for item in items if item.seq.num_computed_tokens == 0]
         if fresh:
             self._states.reset(fresh)
-        if batch.restored:
-            ids, targets = zip(*batch.restored, strict=True)
-            self._states.restore(list(ids), list(targets))
         sealing = [item for item in items if not item.is_chunk and item.seal_block_ids]
         if sealing:
             slots = [item.seq.slot for item in sealing]

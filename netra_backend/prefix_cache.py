@@ -86,6 +86,10 @@ class PrefixCache:
             self._pages[key] = page_id
             self._page_keys[page_id] = key
 
+    def find_page(self, key: bytes) -> int:
+        """The page with this key, -1 if there is none."""
+        return self._pages.get(key, -1)
+
     def has_page(self, page_id: int) -> bool:
         """Whether the page can be found."""
         return page_id in self._page_keys

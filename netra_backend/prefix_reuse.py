@@ -43,6 +43,11 @@ class PrefixReuse:
             seq.num_cached_tokens = seq.num_computed_tokens
         return hit.checkpoint_id
 
+    def keys(self, seq: Sequence, num_pages: int) -> list[bytes]:
+        """Keys of the first pages of `seq`."""
+        self._extend(seq, num_pages)
+        return seq.page_keys[:num_pages]
+
     def _chain(self, seq: Sequence, num_pages: int) -> Iterator[bytes]:
         for index in range(num_pages):  # page by page: most chains break early
             self._extend(seq, index + 1)

@@ -23,6 +23,7 @@ from netra_backend.limits import RequestLimits, commit_tokens
 from netra_backend.metrics import Metrics
 from netra_backend.prefix_reuse import PrefixReuse
 from netra_backend.request import FinishReason, Request
+from netra_backend.residence import Residence
 from netra_backend.sequence import PAGE_SIZE, TAIL_ROWS, Sequence, SequenceStatus
 from netra_backend.spec.controller import DraftController
 
@@ -46,6 +47,7 @@ class Scheduler:
         metrics: Metrics,
         drafts: DraftController | None = None,
         prefixes: PrefixReuse | None = None,
+        host: BlockManager | None = None,
     ) -> None:
         self.limits = RequestLimits(
             max_model_len, block_manager.num_pages, vocab_size, eos_token_ids
@@ -58,7 +60,7 @@ class Scheduler:
         self._metrics = metrics
         self._drafts = drafts
         self._prefixes = prefixes
-        self._restored: list[tuple[int, int]] = []
+        self._residence = Residence(block_manager, metrics, prefixes, host)
         metrics.set_capacity(block_manager.num_pages, PAGE_SIZE, block_manager.num_slots)
 
         self._sequences: dict[str, Sequence] = {}
@@ -107,8 +109,7 @@ class Scheduler:
         return seq
 
     def _enqueue(self, seq: Sequence) -> None:
-        seconds = self._cost_model.prompt_seconds(seq.num_tokens)
-        self._waiting.add(seq, urgency(seq.request, seconds))
+        self._waiting.add(seq, self._urgency(seq))
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a request wherever it is and free what it holds; None if it is not live."""
@@ -138,9 +139,10 @@ class Scheduler:
 
     def _leave(self, seq: Sequence, now: float) -> None:
         if seq.status is SequenceStatus.RUNNING:
-            self._release(seq)
+            self._running.remove(seq)
         else:
             self._waiting.remove(seq)
+        self._residence.end(seq)
         seq.status = SequenceStatus.FINISHED
         seq.draft_token_ids = []
         self._forecast.forget(seq)
@@ -150,13 +152,6 @@ class Scheduler:
         if seq.scheduled_time is not None:
             self._freed_seq_ids.append(seq.seq_id)
         self._record_departure(seq, now)
-
-    def _release(self, seq: Sequence) -> None:
-        self._running.remove(seq)
-        self._blocks.free_pages(seq.block_table)
-        self._blocks.free_slot(seq.slot)
-        seq.block_table = []
-        seq.slot = -1
 
     def _record_departure(self, seq: Sequence, now: float) -> None:
         if seq.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -177,18 +172,20 @@ class Scheduler:
         assert self._in_flight is None, "update the previous step first"
         if self._drafts is not None:
             for seq in self._drafts.take_collapsed():
-                self._preempt(seq)
+                self._preempt(seq, is_intact=False)
         batch = Batch([])
         may_start = self._schedule_decodes(batch)
         self._schedule_prompts(batch, may_start)
         while not batch.scheduled and self._running:
-            # Only part-done prompts and no page: the newest give way until the oldest advances.
+            # Only part-done prompts and sequences from the host, and no page: the newest give way until the
+            # oldest advances.
             self._preempt(self._running[-1])
+            self._schedule_decodes(batch)
             self._schedule_prompts(batch, may_start=False)
         if not batch.scheduled:
             return None
         batch.freed_seq_ids, self._freed_seq_ids = self._freed_seq_ids, []
-        batch.restored, self._restored = self._restored, []
+        self._residence.hand_over(batch)
         if self._prefixes is not None:
             for item in batch.scheduled:
                 self._prefixes.plan(item)
@@ -246,15 +243,13 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
-        self._release(seq)
+    def _preempt(self, seq: Sequence, *, is_intact: bool = True) -> None:
+        """Let `seq` wait, on the host if there is room and its caches are worth keeping."""
+        self._running.remove(seq)
+        self._residence.pause(seq, is_intact)
         self._forecast.forget(seq)
         seq.status = SequenceStatus.WAITING
-        seq.num_computed_tokens = 0
-        seq.num_replay_tokens = 0
         seq.draft_token_ids = []
-        seq.num_preemptions += 1
-        self._metrics.preemptions.value += 1
         self._enqueue(seq)
 
     def _schedule_prompts(self, batch: Batch, may_start: bool) -> None:
@@ -288,42 +283,37 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> bool:
         """Give `seq` a slot if one is free and the predicted peak of all outputs fits the pages."""
-        if len(self._running) >= self.max_num_seqs:
+        if len(self._running) >= self.max_num_seqs or not self._residence.has_room(seq):
             return False
         if self._running and not self._forecast.fits(seq, self._running):
             return False
         self._waiting.remove(seq)
         seq.status = SequenceStatus.RUNNING
-        seq.slot = self._blocks.allocate_slot()
-        if self._prefixes is not None:
-            self._reuse_prefix(self._prefixes, seq)
+        self._residence.start(seq)
         if seq.scheduled_time is None:
             seq.scheduled_time = self._clock()
         insort(self._running, seq, key=_seniority)
         return True
 
-    def _reuse_prefix(self, prefixes: PrefixReuse, seq: Sequence) -> None:
-        checkpoint_id = prefixes.start(seq)
-        if checkpoint_id >= 0:
-            self._restored.append((checkpoint_id, seq.slot))
-        if seq.num_preemptions == 0:
-            self._metrics.prefix_queries.value += seq.num_prompt_tokens
-            self._metrics.prefix_hits.value += seq.num_cached_tokens
-
     def _add_chunk(self, batch: Batch, seq: Sequence, rows: int, budget: int) -> None:
         """Schedule up to `rows` tokens of `seq`: fewer if pages are short, none if none is free."""
         held = len(seq.block_table)
+        after = seq.block_table[-1] if held else -1
+        if seq.num_uncomputed_tokens == 1:
+            num_seals = int(seq.num_tail_tokens >= PAGE_SIZE)
+            if rows and num_seals <= self._blocks.num_free_pages:
+                seals = self._blocks.allocate_pages(num_seals, after)
+                batch.scheduled.append(ScheduledSequence(seq, 1, False, [], seals, 1))
+            return
         room = (held + self._blocks.num_free_pages + 1) * PAGE_SIZE - 1 - seq.num_computed_tokens
         if room < rows:
             rows = aligned_rows(seq, room, budget)
         end = seq.num_computed_tokens + rows
-        is_last = end == len(seq.token_ids)
-        if rows < 2 and not (rows and is_last):
+        if rows < 2:
             return
-        is_chunk = rows > 1
-        after = seq.block_table[-1] if held else -1
-        seals = self._blocks.allocate_pages(end // PAGE_SIZE - held, after) if is_chunk else []
-        batch.scheduled.append(ScheduledSequence(seq, rows, is_chunk, [], seals, int(is_last)))
+        seals = self._blocks.allocate_pages(end // PAGE_SIZE - held, after)
+        is_last = end == len(seq.token_ids)
+        batch.scheduled.append(ScheduledSequence(seq, rows, True, [], seals, int(is_last)))
 
     # ---- what the step gave
 
@@ -332,7 +322,7 @@ class Scheduler:
         assert batch is self._in_flight, "not the step in flight"
         self._in_flight = None
         now = self._clock()
-        self._cost_model.observe(StepShape.of(batch), output.seconds)
+        self._observe(batch, output.seconds)
         gained = []
         num_tokens = num_drafts = num_accepted = 0
         for item, result in zip(batch.scheduled, output.outputs, strict=True):
@@ -373,6 +363,11 @@ class Scheduler:
         self._publish_load()
         return gained
 
+    def _observe(self, batch: Batch, seconds: float) -> None:
+        """Learn from a step, unless copies to or from the host are in its time."""
+        if not batch.moves:
+            self._cost_model.observe(StepShape.of(batch), seconds)
+
     def _count_first_token(self, seq: Sequence, now: float) -> None:
         seq.first_token_time = now
         self._metrics.prompt_tokens.value += seq.num_prompt_tokens
@@ -387,12 +382,12 @@ class Scheduler:
         batch = self._in_flight
         items = batch.scheduled if batch else []
         pending = [page for item in items for page in item.seal_block_ids]
-        self._blocks.check(self._running, pending)
+        self._residence.check(self._running, self._waiting, pending)
         assert self._running == sorted(self._running, key=_seniority)
         assert all(seq.status is SequenceStatus.RUNNING for seq in self._running)
         assert all(seq.status is SequenceStatus.WAITING for seq in self._waiting)
         assert len(self._running) + len(self._waiting) == len(self._sequences)
-        assert self._waiting.num_tokens == sum(seq.num_tokens for seq in self._waiting)
+        assert self._waiting.num_tokens == sum(seq.num_uncomputed_tokens for seq in self._waiting)
 
 
 def _seniority(seq: Sequence) -> tuple[float, int]:

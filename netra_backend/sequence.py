@@ -8,6 +8,9 @@ the runner reads it. Storage invariant, with P = PAGE_SIZE tokens a page:
 
     the recurrent state of `slot` holds the first num_computed_tokens - num_replay_tokens tokens;
     the records of the last num_replay_tokens ones lie beside it and are absorbed by the next step.
+
+A waiting sequence owns nothing on the device. With `host_slot` >= 0 everything above lies in the host tier
+instead, in `host_block_table` and `host_slot`; otherwise nothing of it is computed.
 """
 
 from __future__ import annotations
@@ -57,6 +60,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     slot: int = -1
+    host_block_table: list[int] = field(default_factory=list)
+    host_slot: int = -1
     draft_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     num_draft_tokens: int = 0

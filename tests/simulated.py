@@ -1,14 +1,15 @@
 """What the control-plane tests share: an engine over a simulated model whose storage is checked.
 
 `CheckedRunner` plays the device: it keeps pages, tails and states as lists of tokens, obeys the
-rules of sequence.py and batch.py literally, and fails if a sequence's history is not what its
-tokens say.
+rules of sequence.py and batch.py literally, the host tier's and the checkpoints' too, and fails if a
+sequence's history is not what its tokens say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from netra_backend.batch import Batch, ScheduledSequence, StepOutput
 from netra_backend.block_manager import BlockManager
@@ -16,6 +17,8 @@ from netra_backend.config import EngineConfig
 from netra_backend.cost_model import CostModel, StepCost
 from netra_backend.engine import Engine, PendingStep
 from netra_backend.metrics import Metrics
+from netra_backend.prefix_cache import PrefixCache
+from netra_backend.prefix_reuse import PrefixReuse
 from netra_backend.request import Request, RequestOutput, SamplingParams
 from netra_backend.scheduler import Scheduler
 from netra_backend.sequence import PAGE_SIZE, TAIL_ROWS, Sequence
@@ -65,6 +68,9 @@ class CheckedRunner:
         self._check = check
         self.pages: dict[int, list[int]] = {}
         self.slots: dict[int, Slot] = {}
+        self.host_pages: dict[int, list[int]] = {}
+        self.host_slots: dict[int, Slot] = {}
+        self.saved: dict[int, int] = {}
         self.freed: list[int] = []
         self.batches: list[list[tuple[str, int, int]]] = []
 
@@ -86,13 +92,37 @@ class CheckedRunner:
                 for item in batch.scheduled
             ]
         )
+        if self._check:
+            self._copy(batch)
         for item in batch.scheduled if self._check else ():
             self._check_history(item.seq)
+            self._save_states(item)
             if item.is_chunk:
                 self._write_chunk(item)
             else:
                 self._write_rows(item)
         return self._inner.launch(batch)
+
+    def _copy(self, batch: Batch) -> None:
+        """In, restored, out; what leaves a slot is gone from there."""
+        moves = batch.moves
+        for source, target in moves.pages_in:
+            self.pages[target] = self.host_pages[source]
+        for source, target in moves.slots_in:
+            self.slots[target] = self.host_slots.pop(source)
+        for checkpoint_id, slot in batch.restored:
+            self.slots[slot] = Slot(num_absorbed=self.saved[checkpoint_id])
+        for source, target in moves.pages_out:
+            self.host_pages[target] = self.pages[source]
+        for source, target in moves.slots_out:
+            self.host_slots[target] = self.slots.pop(source)
+
+    def _save_states(self, item: ScheduledSequence) -> None:
+        seq = item.seq
+        start = seq.num_computed_tokens - (0 if item.is_chunk else seq.num_replay_tokens)
+        for count, checkpoint_id in item.checkpoints:
+            assert (start + count) % PAGE_SIZE == 0
+            self.saved[checkpoint_id] = start + count
 
     def _check_history(self, seq: Sequence) -> None:
         assert 0 <= seq.num_computed_tokens < seq.num_tokens
@@ -185,14 +215,17 @@ class Simulated:
     runner: CheckedRunner
     clock: VirtualClock
     model: SimModel
+    host: BlockManager | None = None
     check: bool = True
     outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
     def add(self, request_id: str, num_prompt: int, deadline: float | None = None,
-            priority: int = 0, **params: object) -> None:  # fmt: skip
-        """Add a request that arrives now; its prompt is a function of its id."""
-        prompt = tuple((hash_of(request_id) + 7 * i) % 997 for i in range(num_prompt))
+            priority: int = 0, num_shared: int = 0, **params: object) -> None:  # fmt: skip
+        """Add a request that arrives now; its prompt is a function of its id behind `num_shared` tokens."""
+        shared = (5 * i % 997 for i in range(min(num_shared, num_prompt)))
+        own = ((hash_of(request_id) + 7 * i) % 997 for i in range(max(0, num_prompt - num_shared)))
+        prompt = tuple(chain(shared, own))
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
         request = Request(request_id, prompt, sampling, self.clock(), deadline, priority)
         self.engine.add(request)
@@ -252,10 +285,11 @@ class Simulated:
         return tokens
 
     def assert_nothing_held(self) -> None:
-        """Every page and slot is back."""
-        assert self.blocks.num_used_pages == 0
-        assert self.blocks.num_used_slots == 0
-        self.blocks.check([])
+        """Every page and slot is back, on the host too."""
+        for blocks in filter(None, (self.blocks, self.host)):
+            assert blocks.num_used_pages == 0
+            assert blocks.num_used_slots == 0
+            blocks.check([])
 
 
 def hash_of(text: str) -> int:
@@ -271,15 +305,23 @@ def simulate(
     model: SimModel | None = None,
     cost: StepCost = COST,
     check: bool = True,
+    host: tuple[int, int] | None = None,
+    num_checkpoints: int | None = None,
     wrap: Callable[[CheckedRunner], CheckedRunner] = lambda runner: runner,
 ) -> Simulated:
-    """An engine in virtual time. Checks cost O(context) a step: `check=False` for huge prompts."""
+    """An engine in virtual time. Checks cost O(context) a step: `check=False` for huge prompts.
+
+    host: pages and slots of the host tier. num_checkpoints: of prefix reuse on a hybrid model, None turns it off.
+    """
     from netra_backend.tokenizer import Detokenizer
 
     config = config or EngineConfig(max_num_seqs=8)
     model = model or SimModel()
     clock = VirtualClock()
-    blocks = BlockManager(num_pages, config.max_num_seqs)
+    index = None if num_checkpoints is None else PrefixCache(num_checkpoints, True)
+    blocks = BlockManager(num_pages, config.max_num_seqs, index)
+    host_index = index and PrefixCache(0, needs_checkpoints=False)
+    host_blocks = BlockManager(*host, host_index) if host else None
     metrics = Metrics(max_model_len)
     scheduler = Scheduler(
         config,
@@ -290,6 +332,8 @@ def simulate(
         vocab_size=model.vocab_size,
         clock=clock,
         metrics=metrics,
+        prefixes=index and PrefixReuse(blocks, index, "", 128, True),
+        host=host_blocks,
     )
     inner = SimRunner(model, CostModel(cost), clock.advance)
     runner = CheckedRunner(inner, config.max_num_batched_tokens, check)
@@ -312,4 +356,4 @@ def simulate(
         metrics,
         clock,
     )
-    return Simulated(engine, scheduler, blocks, runner, clock, model, check)
+    return Simulated(engine, scheduler, blocks, runner, clock, model, host_blocks, check)

@@ -18,7 +18,7 @@ from netra_backend.simulator import SimModel
 
 _CONTROL_PLANE = (
     "admission", "batch", "block_manager", "chunking", "config", "cost_model", "engine", "errors", "limits",
-    "metrics", "request", "scheduler", "sequence", "simulator", "tokenizer", "tracing",
+    "metrics", "prefix_reuse", "request", "residence", "scheduler", "sequence", "simulator", "tokenizer", "tracing",
 )  # fmt: skip
 
 
@@ -41,8 +41,14 @@ def random_engine(rng: random.Random) -> Simulated:
         num_drafts=rng.choice((0, 0, 1, 3, 9, 80)),
         acceptance=rng.choice((0.0, 0.5, 0.9, 1.0)),
     )
-    num_pages = rng.randint(11, 40)
-    return simulate(config, num_pages=num_pages, max_model_len=11 * 64, model=model)
+    return simulate(
+        config,
+        num_pages=rng.randint(11, 40),
+        max_model_len=11 * 64,
+        model=model,
+        host=rng.choice((None, (rng.randint(1, 12), rng.randint(1, 3)), (200, 12))),
+        num_checkpoints=rng.choice((None, 3, 20)),
+    )
 
 
 def admit_anything(simulated: Simulated) -> None:
@@ -58,6 +64,7 @@ def random_request(rng: random.Random, simulated: Simulated, request_id: str) ->
         num_prompt,
         deadline=simulated.clock() + rng.random() * 20 if rng.random() < 0.1 else None,
         priority=rng.choice((0, 0, 0, 1, 5)),
+        num_shared=rng.choice((0, 0, 64, 200, 300)),
         max_tokens=max_tokens,
         min_tokens=rng.choice((0, 0, rng.randint(0, max_tokens))),
         ignore_eos=rng.random() < 0.3,
@@ -98,6 +105,7 @@ def test_fuzz(seed: int) -> None:
     simulated.assert_nothing_held()
     assert simulated.scheduler.num_running == simulated.scheduler.num_waiting == 0
     metrics = simulated.engine.metrics
+    assert metrics.preemptions.value == metrics.moved_out.value + metrics.recomputed.value
     assert metrics.generation_tokens.value >= sum(len(simulated.tokens(r)) for r in added)
 
 
@@ -119,15 +127,22 @@ def check_answer(simulated: Simulated, request_id: str, aborted: set[str]) -> No
     assert ended_by_token or len(tokens) == num_allowed
 
 
+HOSTS = (None, (6, 2), (400, 30))
+"""Pages and slots of the host tier: none, less than is wanted, enough for all."""
+
+
+@pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("num_drafts", [0, 4])
 @pytest.mark.parametrize("seed", seeds(4, fast=1))
-def test_preempted_again_and_again(seed: int, num_drafts: int) -> None:
+def test_preempted_again_and_again(
+    seed: int, num_drafts: int, host: tuple[int, int] | None
+) -> None:
     """Twelve users in a pool that holds two: everyone is preempted often, and everyone
     completes."""
     rng = random.Random(seed)
     config = EngineConfig(max_num_seqs=12, max_num_batched_tokens=256)
     model = SimModel(num_drafts=num_drafts, acceptance=0.6)
-    simulated = simulate(config, num_pages=14, max_model_len=11 * 64, model=model)
+    simulated = simulate(config, num_pages=14, max_model_len=11 * 64, model=model, host=host)
     admit_anything(simulated)
     for number in range(30):
         simulated.add(f"r{number}", rng.randint(1, 300), max_tokens=400, seed=number)
@@ -135,14 +150,67 @@ def test_preempted_again_and_again(seed: int, num_drafts: int) -> None:
     for number in range(30):
         check_answer(simulated, f"r{number}", set())
     simulated.assert_nothing_held()
-    assert simulated.engine.metrics.preemptions.value > 30
+    metrics = simulated.engine.metrics
+    assert metrics.preemptions.value > 30
+    assert (metrics.moved_out.value > 0) == (metrics.host_pages_in.value > 0) == bool(host)
+    if host == HOSTS[-1]:
+        computed = sum(rows for batch in simulated.runner.batches for _, _, rows in batch)
+        assert num_drafts or computed == sum(map(len, answers_and_prompts(simulated)))
 
 
-def test_pool_pinned_at_its_limit() -> None:
+def answers_and_prompts(simulated: Simulated) -> list[list[int]]:
+    """The tokens of each request that had to be computed, if none was computed twice."""
+    requests = simulated.requests.items()
+    return [
+        [*request.prompt_token_ids, *simulated.tokens(request_id)][:-1]
+        for request_id, request in requests
+    ]
+
+
+@pytest.mark.parametrize("num_checkpoints", [None, 12])
+@pytest.mark.parametrize("host", HOSTS)
+def test_hundreds_of_requests_in_a_full_pool(
+    host: tuple[int, int] | None, num_checkpoints: int | None
+) -> None:
+    """Admission that is always wrong keeps every page in use; some share prefixes, some are aborted: each step
+    advances, each answer is right, and nothing is leaked."""
+    rng = random.Random(7)
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=128)
+    model = SimModel(num_drafts=3, acceptance=0.6)
+    simulated = simulate(
+        config, num_pages=12, max_model_len=11 * 64, model=model, host=host,
+        num_checkpoints=num_checkpoints,
+    )  # fmt: skip
+    admit_anything(simulated)
+    requests, aborted = [f"r{number}" for number in range(250)], set()
+    waiting = list(requests)
+    num_steps = num_full = 0
+    while waiting or simulated.engine._live:
+        while waiting and simulated.scheduler.num_waiting < 12:
+            random_request(rng, simulated, waiting.pop())
+            simulated.engine._take_inbox()
+        if rng.random() < 0.02:
+            victim = rng.choice(requests)
+            aborted.add(victim)
+            simulated.engine.abort(victim, RequestError("cancelled", "by the test"))
+        assert simulated.step() or not simulated.engine._live
+        num_steps += 1
+        num_full += simulated.blocks.num_free_pages <= 1
+    for request_id in requests:
+        check_answer(simulated, request_id, aborted)
+    simulated.assert_nothing_held()
+    assert num_full > num_steps // 2
+    metrics = simulated.engine.metrics
+    assert metrics.preemptions.value > 100
+    assert bool(metrics.host_pages_out.value) == bool(metrics.host_pages_in.value) == bool(host)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_pool_pinned_at_its_limit(host: tuple[int, int] | None) -> None:
     """Answers far longer than predicted, so that the pool is full nearly all the time: all
     complete."""
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=128)
-    simulated = simulate(config, num_pages=16, max_model_len=15 * 64)
+    simulated = simulate(config, num_pages=16, max_model_len=15 * 64, host=host)
     for number in range(20):  # a history of short answers
         simulated.add(f"short{number}", 10, max_tokens=8, seed=number)
     simulated.run()

@@ -115,15 +115,18 @@ def test_abort_frees_before_the_next_step_in_every_state() -> None:
     assert simulated.final("decoding").num_output_tokens == len(simulated.tokens("decoding")) > 0
 
 
-def test_abort_of_a_preempted_request() -> None:
-    simulated = simulate(EngineConfig(max_num_seqs=4), num_pages=8)
+@pytest.mark.parametrize("host", [None, (8, 2)])
+def test_abort_of_a_preempted_request(host: tuple[int, int] | None) -> None:
+    simulated = simulate(EngineConfig(max_num_seqs=4), num_pages=8, host=host)
     simulated.scheduler._forecast.fits = lambda seq, running: True  # type: ignore[method-assign]
     for number in range(3):
         simulated.add(f"r{number}", 130, max_tokens=300, ignore_eos=True)
     while simulated.engine.metrics.preemptions.value == 0:
         simulated.step()
+    assert bool(simulated.host and simulated.host.num_used_pages) == bool(host)
     simulated.engine.abort("r2", RequestError("cancelled", ""))
     simulated.run()
+    simulated.assert_nothing_held()
     assert simulated.final("r2").finish_reason is FinishReason.ABORT
     assert simulated.final("r1").num_output_tokens == 300
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from netra_backend.cache.host_cache import HostCache
 from netra_backend.cache.kv_cache import KVCache
 from netra_backend.cache.state_pool import StatePool
 from netra_backend.config import ModelConfig
@@ -20,6 +21,7 @@ from netra_backend.memory_plan import (
     draft_codec,
     page_layout,
     pages_for,
+    plan_host,
     plan_memory,
     slot_layout,
     tail_rows,
@@ -202,3 +204,30 @@ def test_bits_per_value_include_scales() -> None:
     assert bits_per_value("int8", SMALL, 4) == 8.25
     assert bits_per_value("int4", SMALL, 4) == 4.5
     assert bits_per_value("plain", SMALL, 4) == 32
+
+
+@pytest.mark.parametrize("codec", ["plain", "int8"])
+def test_the_host_tier_takes_the_planned_bytes(codec: str) -> None:
+    made = plan_host(plan(budget=2**24, drafts=2, kv=KVLayout(codec)), 5_000_000)
+    device = torch.device("cpu")
+    cache = KVCache(SMALL, made, torch.float32, device)
+    layout = slot_layout(SMALL, 2)
+    states = StatePool(SMALL, made, layout, *[torch.float32] * 3, device)
+    host = HostCache(cache.page_pools, cache.slot_pools + states.slot_pools, made)
+    assert sum(pool.nbytes for pool in host._pages + host._slots) == made.host_bytes
+    assert 5_000_000 - made.page_bytes < made.host_bytes <= 5_000_000
+    assert made.num_host_slots == (1 if codec == "plain" else 2)
+    assert (
+        f"host: 5 MiB: {made.num_host_pages} pages and {made.num_host_slots} slots"
+        in made.describe()
+    )
+
+
+def test_a_host_tier_that_is_too_small_is_explained_and_none_is_none() -> None:
+    made = plan(budget=2**24)
+    assert plan_host(made, 0) is made
+    assert "host" not in made.describe()
+    with pytest.raises(
+        ConfigError, match=r"host_cache_memory gives 1,000 bytes.* raise it, or set it to 0"
+    ):
+        plan_host(made, 1000)

@@ -103,6 +103,16 @@ class KVCache:
         self.layers = main.layers()
         self.draft_layers = drafts.layers()
 
+    @property
+    def page_pools(self) -> list[torch.Tensor]:
+        """Pages [num_layers, num_pages, ...] of the model and of the draft model."""
+        return [pool.pages for pool in self._pools]
+
+    @property
+    def slot_pools(self) -> list[torch.Tensor]:
+        """Tails [num_layers, num_slots, ...] of both."""
+        return [pool.tails for pool in self._pools]
+
     def seal_tails(self, slots: list[int], page_ids: list[int]) -> None:
         """Seal the first PAGE_SIZE tail rows of each slot into its page and move the other rows down."""
         for pool in self._pools:

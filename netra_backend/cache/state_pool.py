@@ -38,7 +38,10 @@ class LayerState:
 
 
 class StatePool:
-    """The slots of every linear-attention layer; empty for a model without such layers."""
+    """The slots of every linear-attention layer; empty for a model without such layers.
+
+    `slot_pools` are all that a slot holds, as tensors [num_layers, num_slots, ...].
+    """
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class StatePool:
         self._saved_columns = pool(
             max(0, model.conv_kernel - 1), model.conv_channels, count=plan.num_checkpoints
         )
+        self.slot_pools = list(pools)
         saved = (self._saved_states, self._saved_columns)
         assert sum(p.nbytes for p in saved) == plan.num_checkpoints * plan.checkpoint_bytes
         self.layers = [
