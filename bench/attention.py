@@ -10,7 +10,6 @@ machine slows all alike, and the shortest repeat counts. The floor is what readi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from netra_backend.cache.codecs import make_codec
 from netra_backend.memory_plan import FORMATS, PLAIN
 from netra_backend.sequence import PAGE_SIZE
 from netra_backend.torch_ops.attention import attend_groups, merge
-from report import table
+from report import save, table
 
 SHAPES = {"smollm2": (3, 3, 64), "target": (2, 8, 256)}
 """KV heads, query heads of each, head size."""
@@ -155,13 +154,7 @@ def main() -> int:
             "other_cores": use.other_cores,
             "machine": asdict(machine.describe(torch.__version__)),
         }
-        document = {
-            "kind": "attention",
-            "rows": [asdict(row) for row in rows],
-            "conditions": conditions,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        save(arguments.json, "attention", rows, conditions)
     return 0
 
 

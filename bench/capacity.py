@@ -9,9 +9,8 @@ weights and allocates nothing; tests hold the solver's bytes to allocated ones.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from netra_backend.config import ModelConfig
@@ -28,7 +27,7 @@ from netra_backend.memory_plan import (
     tail_rows,
 )
 from netra_backend.sequence import PAGE_SIZE
-from report import table
+from report import save, table
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -171,13 +170,7 @@ def main() -> int:
     if arguments.json:
         conditions = {key: str(value) for key, value in vars(arguments).items() if key != "json"}
         conditions["model_config"] = arguments.model_config.name
-        document = {
-            "kind": "capacity",
-            "rows": [asdict(row) for row in rows],
-            "conditions": conditions,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        save(arguments.json, "capacity", rows, conditions)
     return 0
 
 

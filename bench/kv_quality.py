@@ -12,7 +12,6 @@ scored. Knows no scheduler and no server.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from netra_backend.models.registry import Model, load_model
 from netra_backend.request import Request, SamplingParams
 from netra_backend.sequence import PAGE_SIZE, Sequence
 from netra_backend.tokenizer import Tokenizer
-from report import percentile, table
+from report import percentile, save, table
 from workload import PromptMaker, standard_library
 
 CODECS = (PLAIN, "int8", "k8v4", "int4", "fp8_e4m3")
@@ -289,23 +288,18 @@ def main() -> int:
         results, source = measure(arguments)
     print(quality_table(results))
     if arguments.json:
-        document = {
-            "kind": "kv_quality",
-            "rows": [asdict(result) for result in results],
-            "conditions": {
-                "checkpoint": arguments.checkpoint.name,
-                "text": source,
-                "texts": arguments.texts,
-                "length": arguments.length,
-                "passage": arguments.passage,
-                "decode": arguments.decode,
-                "seed": arguments.seed,
-                "seconds": round(time.perf_counter() - begun, 1),
-                "machine": asdict(machine.describe(torch.__version__)),
-            },
+        conditions = {
+            "checkpoint": arguments.checkpoint.name,
+            "text": source,
+            "texts": arguments.texts,
+            "length": arguments.length,
+            "passage": arguments.passage,
+            "decode": arguments.decode,
+            "seed": arguments.seed,
+            "seconds": round(time.perf_counter() - begun, 1),
+            "machine": asdict(machine.describe(torch.__version__)),
         }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        save(arguments.json, "kv_quality", results, conditions)
     if arguments.plot and not plot(results, arguments.plot):
         print("no plot: matplotlib is not installed", file=sys.stderr)
     return 0

@@ -21,6 +21,9 @@ Metrics = dict[str, float | None]
 
 LABELS = {
     "ttft_ms": "TTFT ms",
+    "cold_ttft_ms": "cold TTFT ms",
+    "warm_ttft_ms": "warm TTFT ms",
+    "times_sooner": "times sooner",
     "ttft_ms_p90": "TTFT p90",
     "ttft_ms_p99": "TTFT p99",
     "ttft_ms_max": "TTFT max",
@@ -65,8 +68,7 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write as JSON, making the folder."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
+        save(path, self.kind, self.rows, self.conditions)
 
     @classmethod
     def load(cls, path: Path) -> Result:
@@ -77,6 +79,13 @@ class Result:
             return cls(content["kind"], rows, content["conditions"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is no result file: {error!r}") from error
+
+
+def save(path: Path, kind: str, rows: Iterable[Any], conditions: Mapping[str, Any]) -> None:
+    """Write a result file of any dataclass's rows as JSON, making the folder."""
+    document = {"kind": kind, "rows": [asdict(row) for row in rows], "conditions": conditions}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, default=str) + "\n")
 
 
 def medians(repeats: Sequence[Metrics]) -> Metrics:

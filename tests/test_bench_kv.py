@@ -1,4 +1,4 @@
-"""bench/capacity.py and bench/kv_quality.py run as their users run them, and write what they promise."""
+"""bench/capacity.py, kv_quality.py and second_turn.py run as their users run them, and write what they promise."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ def test_capacity_says_what_does_not_fit(tmp_path: Path) -> None:
     done = _run("capacity.py", *arguments)
     assert done.returncode == 1
     assert "do not fit into the rest" in done.stderr
+
+
+def test_second_turn_finds_its_history(tmp_path: Path) -> None:
+    checkpoint, out = make_random_qwen(tmp_path / "qwen"), tmp_path / "out.json"
+    done = _run(
+        "second_turn.py", "--checkpoint", str(checkpoint), "--history-len", "300", "--output-len", "30",
+        "--question-len", "10", "--repeats", "1", "--num-threads", "1", "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["workload"] == "300+10"
+    assert row["metrics"]["num_cached_tokens"] == 256
+    assert row["metrics"]["same_tokens"] == 1
+    assert row["metrics"]["times_sooner"] == pytest.approx(
+        row["metrics"]["cold_ttft_ms"] / row["metrics"]["warm_ttft_ms"]
+    )
 
 
 @pytest.mark.slow
