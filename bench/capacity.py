@@ -22,7 +22,7 @@ from netra_backend.memory_plan import (
     MemoryPlan,
     bits_per_value,
     draft_codec,
-    pages_for,
+    opening_codec,
     plan_memory,
     tail_rows,
 )
@@ -67,13 +67,14 @@ def solve(model: ModelConfig, codec: str, arguments: argparse.Namespace) -> Memo
                 tail_rows(2 * arguments.num_draft_tokens),
                 num_draft_layers,
                 arguments.draft_codec or draft_codec(codec),
+                opening_codec(codec) if arguments.openings else "",
             ),
             num_checkpoints=arguments.checkpoints,
             checkpoint_element_bytes=_ELEMENT_BYTES[arguments.checkpoint_dtype],
         )
 
     one = plan(1)
-    each = one.slot_bytes + pages_for(arguments.context_len) * one.page_bytes
+    each = one.slot_bytes + one.kv_bytes(arguments.context_len)
     free = one.budget_bytes - one.num_checkpoints * one.checkpoint_bytes
     solved = plan(max(1, free // each))
     assert solved.num_full_conversations == solved.num_slots
@@ -83,7 +84,7 @@ def solve(model: ModelConfig, codec: str, arguments: argparse.Namespace) -> Memo
 def capacity(model: ModelConfig, codec: str, arguments: argparse.Namespace) -> Capacity:
     """One codec's row."""
     plan = solve(model, codec, arguments)
-    kv_bytes = pages_for(arguments.context_len) * plan.page_bytes
+    kv_bytes = plan.kv_bytes(arguments.context_len)
     element_bytes = _ELEMENT_BYTES[arguments.dtype]
     return Capacity(
         codec={2: "bf16", 4: "float32"}[element_bytes] if codec == PLAIN else codec,
@@ -140,6 +141,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--state-dtype", default="float32", choices=list(_ELEMENT_BYTES))
     parser.add_argument(
         "--draft-codec", choices=list(FORMATS), help="default: the codec, at least 8 bits"
+    )
+    parser.add_argument(
+        "--no-openings",
+        dest="openings",
+        action="store_false",
+        help="first pages like all others, as on a GPU",
     )
     parser.add_argument(
         "--num-draft-tokens", type=int, default=0, help="drafts a step: tail rows and records"

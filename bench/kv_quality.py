@@ -27,7 +27,14 @@ from netra_backend.cache.kv_cache import KVCache
 from netra_backend.cache.state_pool import StatePool
 from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.forward_context import build_context
-from netra_backend.memory_plan import PLAIN, KVLayout, bits_per_value, plan_memory, slot_layout
+from netra_backend.memory_plan import (
+    PLAIN,
+    KVLayout,
+    bits_per_value,
+    opening_codec,
+    plan_memory,
+    slot_layout,
+)
 from netra_backend.models.registry import Model, load_model
 from netra_backend.request import Request, SamplingParams
 from netra_backend.sequence import PAGE_SIZE, Sequence
@@ -81,7 +88,13 @@ class Lane:
     """One codec's cache and states; the weights are shared."""
 
     def __init__(
-        self, codec: str, model: Model, config: ModelConfig, num_slots: int, num_tokens: int
+        self,
+        codec: str,
+        opening: str,
+        model: Model,
+        config: ModelConfig,
+        num_slots: int,
+        num_tokens: int,
     ) -> None:
         self.codec = codec
         self._model = model
@@ -95,7 +108,7 @@ class Lane:
             element_bytes=element,
             state_element_bytes=4,
             max_draft_tokens=0,
-            kv=KVLayout(codec),
+            kv=KVLayout(codec, opening_codec=opening or opening_codec(codec) or codec),
         )
         device = torch.device("cpu")
         self._cache = KVCache(config, plan, _COMPUTE, device)
@@ -127,7 +140,7 @@ def steps(texts: list[list[int]], num_decoded: int, kept_pages: int) -> Iterator
         for i, t in enumerate(texts)
     ]
     length = len(texts[0])
-    pages_each = length // PAGE_SIZE
+    plain_pages = length // PAGE_SIZE - 1
     position = 0
     while position < length:
         rows = (
@@ -141,7 +154,7 @@ def steps(texts: list[list[int]], num_decoded: int, kept_pages: int) -> Iterator
         for index, seq in enumerate(seqs):
             held = len(seq.block_table)
             fresh = range(held, max(held, end // PAGE_SIZE - kept_pages))
-            ids = [index * pages_each + number for number in fresh]
+            ids = [index * plain_pages + number - 1 if number else -1 - index for number in fresh]
             items.append(ScheduledSequence(seq, rows, is_chunk, [], ids, rows))
         yield Batch(items)
         for item in items:
@@ -187,9 +200,11 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Quality], str]:
     model = load_model(arguments.checkpoint, config, _COMPUTE, device)
     names = [PLAIN, *(codec for codec in arguments.codec if codec not in (PLAIN, "auto"))]
     knobs = [EngineConfig(kv_cache_dtype=name, allow_fp8_without_qk_norm=True) for name in names]
+    chosen = [choose_codec(k, config, device) for k in knobs]
+    openings = [arguments.opening_codec if name != PLAIN else "" for name in chosen]
     lanes = [
-        Lane(choose_codec(k, config, device), model, config, arguments.texts, arguments.length)
-        for k in knobs
+        Lane(name, opening, model, config, arguments.texts, arguments.length)
+        for name, opening in zip(chosen, openings, strict=True)
     ]
     kept = arguments.kept_pages
     plain = score(lanes, texts, PAGE_SIZE, arguments.decode, kept)
@@ -278,6 +293,9 @@ def main() -> int:
     parser.add_argument("--kept-pages", type=int, default=0, choices=(0, 1))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-threads", type=int, default=0)
+    parser.add_argument(
+        "--opening-codec", default="", choices=CODECS, help="of first pages; default: the engine's"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="write a PNG; needs matplotlib")
     arguments = parser.parse_args()

@@ -391,16 +391,17 @@ def _storage(
     config: EngineConfig, model: ModelConfig, plan: MemoryPlan, name: str
 ) -> tuple[BlockManager, PrefixReuse | None, BlockManager | None]:
     """Pages and slots of the device, prefix reuse, and pages and slots of the host, as far as there are any."""
-    is_reusing = config.enable_prefix_caching
-    host = None
-    if plan.num_host_slots:
-        host_index = PrefixCache(0, needs_checkpoints=False) if is_reusing else None
-        host = BlockManager(plan.num_host_pages, plan.num_host_slots, host_index)
-    if not is_reusing:
-        return BlockManager(plan.num_pages, plan.num_slots), None, host
     has_states = model.num_linear_layers > 0
-    cache = PrefixCache(plan.num_checkpoints, has_states)
-    blocks = BlockManager(plan.num_pages, plan.num_slots, cache)
+    cache = host_cache = host = None
+    if config.enable_prefix_caching:
+        cache = PrefixCache(plan.num_checkpoints, has_states)
+        host_cache = PrefixCache(0, needs_checkpoints=False)
+    if plan.num_host_slots:
+        sizes = plan.num_host_pages, plan.num_host_slots
+        host = BlockManager(*sizes, host_cache, plan.num_host_opening_pages)
+    blocks = BlockManager(plan.num_pages, plan.num_slots, cache, plan.num_opening_pages)
+    if cache is None:
+        return blocks, None, host
     salt = f"{name} {plan.kv.codec}"
     interval = config.prefix_checkpoint_interval
     return blocks, PrefixReuse(blocks, cache, salt, interval, has_states), host

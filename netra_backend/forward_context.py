@@ -16,8 +16,19 @@ from netra_backend.sequence import PAGE_SIZE
 
 
 @dataclass(slots=True)
+class OpeningWork:
+    """First pages of short sequences where those have a codec of their own: their ids [count], below 0, and the
+    short sequence that each belongs to [count].
+    """
+
+    page_ids: torch.Tensor
+    owners: torch.Tensor
+
+
+@dataclass(slots=True)
 class PageWork:
-    """Sealed pages of the short sequences: each page is read once, for the sequence that owns it.
+    """Sealed pages of the short sequences: each page is read once, for the sequence that owns it. First pages
+    with a codec of their own are in `opening` only.
 
     first, last: the pages are the view pages[first:last], or first = -1 and they are gathered by `page_ids`.
     owner [num_pages]: short sequence that reads the page. gather [num_seqs, 1 + max_pages]: where a
@@ -34,6 +45,7 @@ class PageWork:
     absent: torch.Tensor
     tables: list[list[int]]
     segments: list[list[slice | torch.Tensor]] | None = None
+    opening: OpeningWork | None = None
 
 
 @dataclass(slots=True)
@@ -73,6 +85,7 @@ class ChunkRows:
     """One chunk: rows [start, stop) of the forward pass; sealed pages and tail rows before it.
 
     checkpoints: (rows absorbed, checkpoint id) where the recurrent state is to be copied, ascending.
+    opening_id, seal_opening_id: a first page with a codec of its own that is read or filled; 0 if there is none.
     """
 
     start: int
@@ -84,6 +97,8 @@ class ChunkRows:
     page_ids: torch.Tensor
     seal_page_ids: torch.Tensor
     checkpoints: list[tuple[int, int]]
+    opening_id: int = 0
+    seal_opening_id: int = 0
 
 
 @dataclass(slots=True)
@@ -135,6 +150,8 @@ def _int_tensor(values: list[int], device: torch.device) -> torch.Tensor:
 
 def _chunk_rows(item: ScheduledSequence, start: int, device: torch.device) -> ChunkRows:
     seq = item.seq
+    opening_id, page_ids = _split_table(seq.block_table)
+    seal_opening_id, seal_page_ids = _split_table(item.seal_block_ids)
     return ChunkRows(
         start=start,
         stop=start + item.num_scheduled_tokens,
@@ -142,10 +159,17 @@ def _chunk_rows(item: ScheduledSequence, start: int, device: torch.device) -> Ch
         num_tail=seq.num_tail_tokens,
         num_computed=seq.num_computed_tokens,
         num_replay=seq.num_replay_tokens,
-        page_ids=_int_tensor(seq.block_table, device),
-        seal_page_ids=_int_tensor(item.seal_block_ids, device),
+        page_ids=_int_tensor(page_ids, device),
+        seal_page_ids=_int_tensor(seal_page_ids, device),
         checkpoints=item.checkpoints,
+        opening_id=opening_id,
+        seal_opening_id=seal_opening_id,
     )
+
+
+def _split_table(table: list[int]) -> tuple[int, list[int]]:
+    """A first page with a codec of its own (0: none), and the other pages."""
+    return (table[0], table[1:]) if table and table[0] < 0 else (0, table)
 
 
 def _scheduled_rows(items: list[ScheduledSequence], device: torch.device) -> ShortRows:
@@ -257,12 +281,15 @@ def _page_work(tables: list[list[int]], device: torch.device) -> PageWork | None
 
     A page shared by two sequences, or a range that is more than half foreign, is gathered.
     """
+    split = [_split_table(table) for table in tables]
+    opening = [(page, index) for index, (page, _) in enumerate(split) if page < 0]
+    tables = [table for _, table in split]
     total = sum(map(len, tables))
-    if total == 0:
+    if total == 0 and not opening:
         return None
     owners = [(page, index) for index, table in enumerate(tables) for page in table]
     page_ids = [page for page, _ in owners]
-    first, last = min(page_ids), max(page_ids) + 1
+    first, last = min(page_ids, default=0), max(page_ids, default=-1) + 1
     in_place = last - first <= 2 * total and len(set(page_ids)) == total
     position = {page: page - first for page in page_ids} if in_place else {}
     owner = [0] * (last - first) if in_place else [index for _, index in owners]
@@ -287,4 +314,9 @@ def _page_work(tables: list[list[int]], device: torch.device) -> PageWork | None
         gather=torch.tensor(gather, dtype=torch.int64, device=device),
         absent=torch.tensor(absent, device=device),
         tables=tables,
+        opening=OpeningWork(
+            *(_int_tensor(list(part), device) for part in zip(*opening, strict=True))
+        )
+        if opening
+        else None,
     )

@@ -109,11 +109,19 @@ def draft_codec(codec: str) -> str:
     return "int8" if codec in ("k8v4", "int4") else codec
 
 
+def opening_codec(codec: str) -> str:
+    """The codec for the first page of a sequence, "" for that of all others. The first token is a sink whose key
+    lies far outside the others' range: 4-bit channels of its page would have no level left for them.
+    """
+    return "int8" if codec == "int4" else ""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """What a token's keys and values take: codec and unquantised tail of the model's attention layers, and of
     `num_draft_layers` more that a draft model keeps, which may use another codec, and have heads of its own
-    (0: the model's).
+    (0: the model's). With an `opening_codec`, first pages of sequences are a pool of their own,
+    `openings_per_slot` of them for each slot.
     """
 
     codec: str = PLAIN
@@ -122,6 +130,8 @@ class KVLayout:
     draft_codec: str = PLAIN
     draft_kv_heads: int = 0
     draft_head_dim: int = 0
+    opening_codec: str = ""
+    openings_per_slot: int = 1
 
     def draft_shapes(self, model: ModelConfig) -> ModelConfig:
         """`model` with the key and value heads of the draft layers."""
@@ -148,8 +158,8 @@ class SlotLayout:
 class MemoryPlan:
     """Counts and bytes of the pools; `max_model_len` in tokens is what one conversation may reach.
 
-    Bytes are of all layers: page_bytes per sealed page, tail_bytes and state_bytes per slot,
-    checkpoint_bytes per recurrent-state checkpoint of prefix reuse.
+    Bytes are of all layers: page_bytes per sealed page, opening_bytes per first page where those differ,
+    tail_bytes and state_bytes per slot, checkpoint_bytes per recurrent-state checkpoint of prefix reuse.
     """
 
     num_pages: int
@@ -164,6 +174,7 @@ class MemoryPlan:
     checkpoint_bytes: int = 0
     num_host_pages: int = 0
     num_host_slots: int = 0
+    opening_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -171,20 +182,40 @@ class MemoryPlan:
         return self.tail_bytes + self.state_bytes
 
     @property
+    def num_opening_pages(self) -> int:
+        """First pages with a pool of their own."""
+        return self.num_slots * self.kv.openings_per_slot if self.kv.opening_codec else 0
+
+    @property
+    def num_host_opening_pages(self) -> int:
+        """The same on the host: one per slot."""
+        return self.num_host_slots if self.kv.opening_codec else 0
+
+    @property
     def total_bytes(self) -> int:
         """Bytes that the pools take."""
         pools = self.num_pages * self.page_bytes + self.num_slots * self.slot_bytes
+        pools += self.num_opening_pages * self.opening_bytes
         return pools + self.num_checkpoints * self.checkpoint_bytes
+
+    def plain_pages_for(self, num_tokens: int) -> int:
+        """Pages that a sequence of `num_tokens` needs besides its first one, if that has a pool of its own."""
+        return max(1, pages_for(num_tokens) - bool(self.kv.opening_codec))
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of the sealed pages of a sequence of `num_tokens`."""
+        return self.plain_pages_for(num_tokens) * self.page_bytes + self.opening_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes that the host tier takes."""
-        return self.num_host_pages * self.page_bytes + self.num_host_slots * self.slot_bytes
+        pages = self.num_host_pages * self.page_bytes + self.num_host_slots * self.slot_bytes
+        return pages + self.num_host_opening_pages * self.opening_bytes
 
     @property
     def num_full_conversations(self) -> int:
         """Conversations of `max_model_len` tokens that fit at the same time."""
-        return min(self.num_slots, self.num_pages // pages_for(self.max_model_len))
+        return min(self.num_slots, self.num_pages // self.plain_pages_for(self.max_model_len))
 
     def describe(self) -> str:
         """The split in words, for the log."""
@@ -194,6 +225,9 @@ class MemoryPlan:
             f"{self.num_slots} slots with a tail ({_mib(self.num_slots * self.tail_bytes)}) "
             f"and a recurrent state ({_mib(self.num_slots * self.state_bytes)})",
         ]
+        if self.num_opening_pages:
+            size = _mib(self.num_opening_pages * self.opening_bytes)
+            parts.append(f"{self.num_opening_pages:,} {self.kv.opening_codec} first pages ({size})")
         if self.num_checkpoints:
             size = _mib(self.num_checkpoints * self.checkpoint_bytes)
             parts.append(f"{self.num_checkpoints} state checkpoints ({size})")
@@ -284,12 +318,16 @@ def plan_memory(
             f"max_model_len={max_model_len}: the model was made for {model.max_position_embeddings} positions"
         )
     layers, drafts = model.num_attention_layers, kv.num_draft_layers
-    page = layers * layer_page_bytes(kv.codec, model, element_bytes)
     drafter = kv.draft_shapes(model)
-    tail = layers * plain_kv_bytes(model, kv.tail_rows, element_bytes)
+    draft_page = draft_tail = 0
     if drafts:
-        page += drafts * layer_page_bytes(kv.draft_codec, drafter, element_bytes)
-        tail += drafts * plain_kv_bytes(drafter, kv.tail_rows, element_bytes)
+        draft_page = drafts * layer_page_bytes(kv.draft_codec, drafter, element_bytes)
+        draft_tail = drafts * plain_kv_bytes(drafter, kv.tail_rows, element_bytes)
+    page = layers * layer_page_bytes(kv.codec, model, element_bytes) + draft_page
+    tail = layers * plain_kv_bytes(model, kv.tail_rows, element_bytes) + draft_tail
+    opening = 0
+    if kv.opening_codec:
+        opening = layers * layer_page_bytes(kv.opening_codec, model, element_bytes) + draft_page
     plan = MemoryPlan(
         num_pages=0,
         num_slots=num_slots,
@@ -303,13 +341,14 @@ def plan_memory(
         kv=kv,
         num_checkpoints=num_checkpoints,
         checkpoint_bytes=checkpoint_bytes(model, element_bytes, checkpoint_element_bytes),
+        opening_bytes=opening,
     )
     num_pages = (budget_bytes - plan.total_bytes) // page
-    needed = pages_for(wanted_len) if max_model_len else 1
+    needed = plan.plain_pages_for(wanted_len) if max_model_len else 1
     if num_pages < needed:
         raise ConfigError(_does_not_fit(plan, needed))
-    model_len = min(wanted_len, num_pages * PAGE_SIZE)
-    num_pages = min(num_pages, num_slots * pages_for(model_len))
+    model_len = min(wanted_len, (num_pages + bool(kv.opening_codec)) * PAGE_SIZE)
+    num_pages = min(num_pages, num_slots * plan.plain_pages_for(model_len))
     return replace(plan, num_pages=num_pages, max_model_len=model_len)
 
 
@@ -320,11 +359,12 @@ def plan_host(plan: MemoryPlan, host_bytes: int) -> MemoryPlan:
     if host_bytes == 0:
         return plan
     pages_each = -(-plan.num_pages // plan.num_slots)
-    num_slots = max(1, host_bytes // (plan.slot_bytes + pages_each * plan.page_bytes))
-    num_pages = (host_bytes - num_slots * plan.slot_bytes) // plan.page_bytes
+    slot_bytes = plan.slot_bytes + plan.opening_bytes
+    num_slots = max(1, host_bytes // (slot_bytes + pages_each * plan.page_bytes))
+    num_pages = (host_bytes - num_slots * slot_bytes) // plan.page_bytes
     if num_pages < 1:
         raise ConfigError(
-            f"host_cache_memory gives {host_bytes:,} bytes; a preempted sequence takes {plan.slot_bytes:,} and "
+            f"host_cache_memory gives {host_bytes:,} bytes; a preempted sequence takes {slot_bytes:,} and "
             f"{plan.page_bytes:,} for each of its pages: raise it, or set it to 0 for no host tier"
         )
     return replace(plan, num_host_pages=num_pages, num_host_slots=num_slots)
@@ -334,7 +374,8 @@ def _does_not_fit(plan: MemoryPlan, needed: int) -> str:
     return (
         f"kv_cache_memory gives {plan.budget_bytes:,} bytes; {plan.num_slots} slots (max_num_seqs) take "
         f"{plan.num_slots * plan.slot_bytes:,} (tail {plan.tail_bytes:,} and state {plan.state_bytes:,} each), "
-        f"{plan.num_checkpoints} checkpoints {plan.num_checkpoints * plan.checkpoint_bytes:,}, and "
+        f"{plan.num_checkpoints} checkpoints {plan.num_checkpoints * plan.checkpoint_bytes:,}, "
+        f"{plan.num_opening_pages} first pages {plan.num_opening_pages * plan.opening_bytes:,}, and "
         f"{needed} {plan.kv.codec} pages of {plan.page_bytes:,} bytes (max_model_len {plan.max_model_len}) do "
         "not fit into the rest: lower max_num_seqs or max_model_len, choose a smaller kv_cache_dtype, or "
         "raise kv_cache_memory"

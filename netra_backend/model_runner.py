@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +23,20 @@ from netra_backend.cache.state_pool import StatePool
 from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.errors import ConfigError
 from netra_backend.forward_context import build_context
-from netra_backend.memory_plan import MemoryPlan, plan_host, plan_memory, slot_layout
+from netra_backend.memory_plan import (
+    MemoryPlan,
+    opening_codec,
+    plan_host,
+    plan_memory,
+    slot_layout,
+)
 from netra_backend.models.registry import load_model
 from netra_backend.models.taps import Taps
 from netra_backend.sampler import Sampler
 from netra_backend.spec.drafting import make_proposer, plan_drafts
+
+_OPENINGS_PER_SLOT = 4
+"""First pages of conversations that prefix reuse may keep, per slot; each takes the room of two others at most."""
 
 _CHECKPOINTS_PER_SEQUENCE = 4
 """A running conversation keeps its prompt's end and its answer's newest page; the others are history."""
@@ -74,7 +83,12 @@ class ModelRunner:
             max_draft_tokens=self.max_draft_tokens,
             num_checkpoints=self._num_checkpoints(config),
             checkpoint_element_bytes=_DTYPES[config.prefix_checkpoint_dtype].itemsize,
-            kv=drafts.kv_layout(codec),
+            kv=replace(
+                drafts.kv_layout(codec),
+                # The kernels read pages of one format per layer.
+                opening_codec="" if self._device.type == "cuda" else opening_codec(codec),
+                openings_per_slot=_OPENINGS_PER_SLOT if config.enable_prefix_caching else 1,
+            ),
         )
         host_bytes = config.host_cache_bytes(_available_bytes(torch.device("cpu")))
         self.plan = plan_host(self.plan, host_bytes)
@@ -90,7 +104,9 @@ class ModelRunner:
             self._device,
         )
         slot_pools = self._cache.slot_pools + self._states.slot_pools
-        self._host = HostCache(self._cache.page_pools, slot_pools, self.plan)
+        self._host = HostCache(
+            self._cache.page_pools, self._cache.opening_pools, slot_pools, self.plan
+        )
         self._sampler = Sampler(self.model_config.vocab_size, eos_token_ids, self._device)
         self.proposer = make_proposer(
             drafts,

@@ -86,9 +86,9 @@ class PrefixCache:
             self._pages[key] = page_id
             self._page_keys[page_id] = key
 
-    def find_page(self, key: bytes) -> int:
-        """The page with this key, -1 if there is none."""
-        return self._pages.get(key, -1)
+    def find_page(self, key: bytes) -> int | None:
+        """The page with this key."""
+        return self._pages.get(key)
 
     def has_page(self, page_id: int) -> bool:
         """Whether the page can be found."""

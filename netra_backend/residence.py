@@ -43,7 +43,7 @@ class Residence:
         """
         held = len(seq.host_block_table)
         seals = seq.num_computed_tokens >= (held + 1) * PAGE_SIZE
-        return held + seals <= self._device.num_free_pages
+        return held + seals <= self._device.num_free_for(seq.block_table)
 
     def start(self, seq: Sequence) -> None:
         """Give `seq` a slot, and its storage from the host or the pages of a prefix that is resident."""
@@ -139,18 +139,22 @@ class Residence:
     ) -> list[int] | None:
         """Pages of `target` for those of `table`, found by their keys or copied; None if it lacks room."""
         index = target.prefix_cache
-        pages = [index.find_page(key) for key in keys] if index else [-1] * len(table)
-        resident = [page for page in pages if page >= 0]
+        found = [index.find_page(key) for key in keys] if index else [None] * len(table)
+        resident = [page for page in found if page is not None]
+        # What is allocated continues the resident beginning, or has a first page itself.
+        beginning = resident[:1] if found and found[0] is not None else []
         target.share_pages(resident)
         num_missing = len(table) - len(resident)
-        if num_missing > target.num_free_pages:
+        if num_missing > target.num_free_for(beginning):
             target.free_pages(resident)
             return None
-        fresh = iter(target.allocate_pages(num_missing))
-        for place, source in enumerate(table):
-            if pages[place] < 0:
-                pages[place] = next(fresh)
-                copies.append((source, pages[place]))
+        fresh = iter(target.allocate_pages(num_missing, beginning))
+        pages = []
+        for place, (source, page) in enumerate(zip(table, found, strict=True)):
+            if page is None:
+                page = next(fresh)
+                copies.append((source, page))
                 if index:
-                    index.add_page(keys[place], pages[place])
+                    index.add_page(keys[place], page)
+            pages.append(page)
         return pages

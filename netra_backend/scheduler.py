@@ -50,7 +50,7 @@ class Scheduler:
         host: BlockManager | None = None,
     ) -> None:
         self.limits = RequestLimits(
-            max_model_len, block_manager.num_pages, vocab_size, eos_token_ids
+            max_model_len, block_manager.longest_table, vocab_size, eos_token_ids
         )
         self.max_num_seqs = min(config.max_num_seqs, block_manager.num_slots)
         self._config = config
@@ -213,8 +213,7 @@ class Scheduler:
             if tail >= PAGE_SIZE:
                 if not self._make_room(seq):
                     continue
-                after = seq.block_table[-1] if seq.block_table else -1
-                seals = self._blocks.allocate_pages(1, after)
+                seals = self._blocks.allocate_pages(1, seq.block_table)
                 tail -= PAGE_SIZE
             drafts = seq.draft_token_ids
             if drafts:
@@ -236,7 +235,7 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence) -> bool:
         """Free a page by preempting the newest; False if that was `seq` itself."""
-        while self._blocks.num_free_pages == 0:
+        while self._blocks.num_free_for(seq.block_table) == 0:
             newest = self._running[-1]
             self._preempt(newest)
             if newest is seq:
@@ -297,21 +296,21 @@ class Scheduler:
 
     def _add_chunk(self, batch: Batch, seq: Sequence, rows: int, budget: int) -> None:
         """Schedule up to `rows` tokens of `seq`: fewer if pages are short, none if none is free."""
-        held = len(seq.block_table)
-        after = seq.block_table[-1] if held else -1
+        free = self._blocks.num_free_for(seq.block_table)
         if seq.num_uncomputed_tokens == 1:
             num_seals = int(seq.num_tail_tokens >= PAGE_SIZE)
-            if rows and num_seals <= self._blocks.num_free_pages:
-                seals = self._blocks.allocate_pages(num_seals, after)
+            if rows and num_seals <= free:
+                seals = self._blocks.allocate_pages(num_seals, seq.block_table)
                 batch.scheduled.append(ScheduledSequence(seq, 1, False, [], seals, 1))
             return
-        room = (held + self._blocks.num_free_pages + 1) * PAGE_SIZE - 1 - seq.num_computed_tokens
+        held = len(seq.block_table)
+        room = (held + free + 1) * PAGE_SIZE - 1 - seq.num_computed_tokens
         if room < rows:
             rows = aligned_rows(seq, room, budget)
         end = seq.num_computed_tokens + rows
         if rows < 2:
             return
-        seals = self._blocks.allocate_pages(end // PAGE_SIZE - held, after)
+        seals = self._blocks.allocate_pages(end // PAGE_SIZE - held, seq.block_table)
         is_last = end == len(seq.token_ids)
         batch.scheduled.append(ScheduledSequence(seq, rows, True, [], seals, int(is_last)))
 

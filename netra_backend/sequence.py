@@ -9,6 +9,9 @@ the runner reads it. Storage invariant, with P = PAGE_SIZE tokens a page:
     the recurrent state of `slot` holds the first num_computed_tokens - num_replay_tokens tokens;
     the records of the last num_replay_tokens ones lie beside it and are absorbed by the next step.
 
+Ids of pages that are stored at a higher precision are negative: with such a class, the first page of every table, and
+no other, is of it. They index its pages from the end.
+
 A waiting sequence owns nothing on the device. With `host_slot` >= 0 everything above lies in the host tier
 instead, in `host_block_table` and `host_slot`; otherwise nothing of it is computed.
 """

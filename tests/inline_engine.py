@@ -72,7 +72,10 @@ def run(
     """
     knobs = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, **knobs}
     metrics = Metrics(runner.plan.max_model_len)
-    blocks = BlockManager(num_pages or runner.plan.num_pages, max_num_seqs)
+    plan = runner.plan
+    blocks = BlockManager(
+        num_pages or plan.num_pages, max_num_seqs, num_opening_pages=plan.num_opening_pages
+    )
     scheduler = Scheduler(
         EngineConfig(**knobs),  # type: ignore[arg-type]
         blocks,

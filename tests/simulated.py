@@ -307,11 +307,13 @@ def simulate(
     check: bool = True,
     host: tuple[int, int] | None = None,
     num_checkpoints: int | None = None,
+    has_openings: bool = False,
     wrap: Callable[[CheckedRunner], CheckedRunner] = lambda runner: runner,
 ) -> Simulated:
     """An engine in virtual time. Checks cost O(context) a step: `check=False` for huge prompts.
 
     host: pages and slots of the host tier. num_checkpoints: of prefix reuse on a hybrid model, None turns it off.
+    has_openings: first pages are a class of their own.
     """
     from netra_backend.tokenizer import Detokenizer
 
@@ -319,9 +321,9 @@ def simulate(
     model = model or SimModel()
     clock = VirtualClock()
     index = None if num_checkpoints is None else PrefixCache(num_checkpoints, True)
-    blocks = BlockManager(num_pages, config.max_num_seqs, index)
+    blocks = _blocks((num_pages, config.max_num_seqs), index, has_openings)
     host_index = index and PrefixCache(0, needs_checkpoints=False)
-    host_blocks = BlockManager(*host, host_index) if host else None
+    host_blocks = _blocks(host, host_index, has_openings) if host else None
     metrics = Metrics(max_model_len)
     scheduler = Scheduler(
         config,
@@ -357,3 +359,7 @@ def simulate(
         clock,
     )
     return Simulated(engine, scheduler, blocks, runner, clock, model, host_blocks, check)
+
+
+def _blocks(sizes: tuple[int, int], index: PrefixCache | None, has_openings: bool) -> BlockManager:
+    return BlockManager(*sizes, index, sizes[1] * has_openings)

@@ -48,6 +48,7 @@ def random_engine(rng: random.Random) -> Simulated:
         model=model,
         host=rng.choice((None, (rng.randint(1, 12), rng.randint(1, 3)), (200, 12))),
         num_checkpoints=rng.choice((None, 3, 20)),
+        has_openings=rng.random() < 0.5,
     )
 
 
@@ -167,10 +168,12 @@ def answers_and_prompts(simulated: Simulated) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("num_checkpoints", [None, 12])
+@pytest.mark.parametrize(
+    ("num_checkpoints", "has_openings"), [(None, False), (12, False), (12, True)]
+)
 @pytest.mark.parametrize("host", HOSTS)
 def test_hundreds_of_requests_in_a_full_pool(
-    host: tuple[int, int] | None, num_checkpoints: int | None
+    host: tuple[int, int] | None, num_checkpoints: int | None, has_openings: bool
 ) -> None:
     """Admission that is always wrong keeps every page in use; some share prefixes, some are aborted: each step
     advances, each answer is right, and nothing is leaked."""
@@ -178,8 +181,8 @@ def test_hundreds_of_requests_in_a_full_pool(
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=128)
     model = SimModel(num_drafts=3, acceptance=0.6)
     simulated = simulate(
-        config, num_pages=12, max_model_len=11 * 64, model=model, host=host,
-        num_checkpoints=num_checkpoints,
+        config, num_pages=12 - 2 * has_openings, max_model_len=11 * 64, model=model, host=host,
+        num_checkpoints=num_checkpoints, has_openings=has_openings,
     )  # fmt: skip
     admit_anything(simulated)
     requests, aborted = [f"r{number}" for number in range(250)], set()
@@ -201,7 +204,7 @@ def test_hundreds_of_requests_in_a_full_pool(
     simulated.assert_nothing_held()
     assert num_full > num_steps // 2
     metrics = simulated.engine.metrics
-    assert metrics.preemptions.value > 100
+    assert metrics.preemptions.value > 60
     assert bool(metrics.host_pages_out.value) == bool(metrics.host_pages_in.value) == bool(host)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from inline_engine import Reference, greedy, make_runner, random_prompts, run
 
 from checkpoints import VOCAB_SIZE, make_random_llama, make_random_qwen
-from netra_backend.cache.codecs import QuantizedCodec
+from netra_backend.cache.codecs import Codec, QuantizedCodec
 from netra_backend.errors import ConfigError
 
 EDGES = [*range(1, 4), *range(60, 68), 100, *range(125, 131)]
@@ -82,9 +83,32 @@ def test_coded_caches_answer_alike_alone_and_in_company(
 def test_preempted_sequences_go_on_with_any_codec(codec: str, checkpoints: dict[str, Path]) -> None:
     runner = make_runner(checkpoints["qwen"], kv_cache_dtype=codec)
     prompts = random_prompts([100, 120, 127, 60, 126], VOCAB_SIZE)
-    result = run(runner, prompts, greedy(40), budget=100, num_pages=5, overcommit=True)
+    result = run(runner, prompts, greedy(40), budget=100, num_pages=3, overcommit=True)
     assert result.num_preemptions > 0, "the pool was large enough for all"
     assert [len(answer) for answer in result.token_ids] == [40] * 5
+
+
+@pytest.mark.parametrize("budget", [64, 512])
+def test_the_first_page_of_int4_is_coded_finer(budget: int, checkpoints: dict[str, Path]) -> None:
+    """In the first layer, whose keys depend on the tokens alone: its bytes are those of the finer codec, whether a
+    prompt or decoding filled the page."""
+    for length, num_output in ((130, 3), (30, 60)):
+        prompt = random_prompts([length], VOCAB_SIZE)[0]
+        plain, coded = (
+            make_runner(checkpoints["llama"], kv_cache_dtype=codec) for codec in ("plain", "int4")
+        )
+        answer = run(coded, [prompt], greedy(num_output), budget=budget).token_ids[0]
+        run(plain, [prompt + answer], greedy(1), budget=512)
+        opening, layer = coded._cache.layers[0].opening, plain._cache.layers[0]
+        assert opening is not None
+        expected = opening.codec.seal(layer.pages[0, 0], layer.pages[0, 1])
+        rows, stored = (_rows(opening.codec, page) for page in (expected, opening.pages[0]))
+        assert (rows - stored).abs().max() < 0.02 * rows.abs().max()
+
+
+def _rows(codec: Codec, page: torch.Tensor) -> torch.Tensor:
+    assert isinstance(codec, QuantizedCodec)
+    return torch.cat(codec.expand(page[None, None]), -1)
 
 
 def test_a_smaller_codec_gives_more_pages_from_the_same_memory(

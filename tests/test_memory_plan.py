@@ -19,6 +19,8 @@ from netra_backend.memory_plan import (
     bits_per_value,
     checkpoint_bytes,
     draft_codec,
+    layer_page_bytes,
+    opening_codec,
     page_layout,
     pages_for,
     plan_host,
@@ -117,7 +119,8 @@ def test_a_head_size_that_cannot_be_rotated_is_refused(dim: int) -> None:
 def test_planned_bytes_are_the_allocated_ones(
     codec: str, dtype: torch.dtype, state_dtype: torch.dtype, drafts: int
 ) -> None:
-    kv = KVLayout(codec, tail_rows(drafts), 1, draft_codec(codec))
+    opening = opening_codec(codec)
+    kv = KVLayout(codec, tail_rows(drafts), 1, draft_codec(codec), opening, openings_per_slot=2)
     made = plan(element=dtype.itemsize, state=state_dtype.itemsize, drafts=drafts, kv=kv)
     device = torch.device("cpu")
     cache = KVCache(SMALL, made, dtype, device)
@@ -128,6 +131,9 @@ def test_planned_bytes_are_the_allocated_ones(
     assert len(cache.draft_layers) == 1
     assert sum(layer.pages.nbytes for layer in layers) == made.num_pages * made.page_bytes
     assert sum(layer.tails.nbytes for layer in layers) == made.num_slots * made.tail_bytes
+    openings = [layer.opening.pages.nbytes for layer in layers if layer.opening is not None]
+    assert len(openings) == (3 if codec == "int4" else 0)
+    assert sum(openings) == made.num_opening_pages * made.opening_bytes
     pools = [
         pool
         for layer in states.layers
@@ -154,11 +160,18 @@ def test_checkpoints_are_taken_from_the_budget_and_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "at_least"), [("plain", 86), ("int8", 163), ("int4", 262), ("k8v4", 203)]
+    ("codec", "opening", "at_least"),
+    [
+        ("plain", "", 86),
+        ("int8", "", 163),
+        ("k8v4", "", 203),
+        ("int4", "", 262),
+        ("int4", "int8", 261),
+    ],
 )
-def test_conversations_of_48k_on_the_target(codec: str, at_least: int) -> None:
+def test_conversations_of_48k_on_the_target(codec: str, opening: str, at_least: int) -> None:
     """KV of 10 layers and of the MTP layer, float32 states and tails: everything that a conversation holds."""
-    kv = KVLayout(codec, tail_rows(0), 1, draft_codec(codec))
+    kv = KVLayout(codec, tail_rows(0), 1, draft_codec(codec), opening)
     made = plan(TARGET, 101_800_000_000, at_least, 49_152, element=2, kv=kv)
     assert made.num_full_conversations == at_least
     assert f"{at_least} conversations of 49,152 tokens fit" in made.describe()
@@ -206,17 +219,33 @@ def test_bits_per_value_include_scales() -> None:
     assert bits_per_value("plain", SMALL, 4) == 32
 
 
-@pytest.mark.parametrize("codec", ["plain", "int8"])
+def test_first_pages_of_int4_are_counted() -> None:
+    """Each slot brings its own; a conversation then needs a page less of the others."""
+    kv = KVLayout("int4", opening_codec=opening_codec("int4"))
+    made = plan(budget=2**24, slots=4, max_model_len=1000, kv=kv)
+    assert made.num_opening_pages == 4
+    assert made.opening_bytes == 2 * layer_page_bytes(opening_codec("int4"), SMALL, 4)
+    assert made.num_pages == 4 * (pages_for(1000) - 1)
+    assert made.num_full_conversations == 4
+    assert made.kv_bytes(1000) == (pages_for(1000) - 1) * made.page_bytes + made.opening_bytes
+    assert made.total_bytes == 4 * (made.kv_bytes(1000) + made.slot_bytes)
+    assert f"4 {opening_codec('int4')} first pages" in made.describe()
+
+
+@pytest.mark.parametrize("codec", ["plain", "int8", "int4"])
 def test_the_host_tier_takes_the_planned_bytes(codec: str) -> None:
-    made = plan_host(plan(budget=2**24, drafts=2, kv=KVLayout(codec)), 5_000_000)
+    kv = KVLayout(codec, opening_codec=opening_codec(codec))
+    made = plan_host(plan(budget=2**24, drafts=2, kv=kv), 5_000_000)
     device = torch.device("cpu")
     cache = KVCache(SMALL, made, torch.float32, device)
     layout = slot_layout(SMALL, 2)
     states = StatePool(SMALL, made, layout, *[torch.float32] * 3, device)
-    host = HostCache(cache.page_pools, cache.slot_pools + states.slot_pools, made)
-    assert sum(pool.nbytes for pool in host._pages + host._slots) == made.host_bytes
+    slot_pools = cache.slot_pools + states.slot_pools
+    host = HostCache(cache.page_pools, cache.opening_pools, slot_pools, made)
+    pools = host._pages + host._openings + host._slots
+    assert sum(pool.nbytes for pool in pools) == made.host_bytes
     assert 5_000_000 - made.page_bytes < made.host_bytes <= 5_000_000
-    assert made.num_host_slots == (1 if codec == "plain" else 2)
+    assert made.num_host_slots == {"plain": 1, "int8": 2, "int4": 3}[codec]
     assert (
         f"host: 5 MiB: {made.num_host_pages} pages and {made.num_host_slots} slots"
         in made.describe()

@@ -140,6 +140,21 @@ def test_a_prompt_reuses_one_that_is_still_running(checkpoint: Path, cold: Clien
     assert any(output.request_id == first and output.finished for output in outputs)
 
 
+def test_a_first_page_with_a_codec_of_its_own_is_shared(checkpoint: Path) -> None:
+    client, prompt = Client(build(checkpoint, kv_cache_dtype="int4")), prompt_of(200)
+    client.run(prompt)
+    names = [client.submit(prompt, replace(PARAMS, max_tokens=30)) for _ in range(2)]
+    for _ in range(3):
+        client.engine.step()
+    first, second = (seq.block_table for seq in client.engine._scheduler._running)
+    assert first[0] == second[0] < 0
+    assert first[:3] == second[:3]
+    outputs = list(client.drain())
+    answers = [[t for o in outputs if o.request_id == name for t in o.token_ids] for name in names]
+    assert answers[0] == answers[1]
+    assert {output.num_cached_tokens for output in outputs} == {192}
+
+
 def test_other_tenants_share_nothing(checkpoint: Path) -> None:
     client, prompt = Client(build(checkpoint)), prompt_of(200)
     client.run(prompt, salt="a")

@@ -36,7 +36,9 @@ class House:
         request = Request(str(seq_id), tuple(tokens), SamplingParams(), 0.0)
         seq = Sequence(seq_id, request, tokens, len(tokens), 0)
         self.residence.start(seq)
-        seq.block_table += self.device.allocate_pages(num_pages - len(seq.block_table))
+        seq.block_table += self.device.allocate_pages(
+            num_pages - len(seq.block_table), seq.block_table
+        )
         for key, page in zip(self._prefixes.keys(seq, num_pages), seq.block_table, strict=True):
             self._index.add_page(key, page)
         seq.num_computed_tokens = num_pages * PAGE_SIZE + 10
@@ -62,7 +64,7 @@ def test_a_sequence_goes_and_comes_back_as_a_whole() -> None:
     assert out.slots_out == [(slot, seq.host_slot)]
     assert seq.num_computed_tokens == computed
     house.check([], [seq])
-    house.device.allocate_pages(8)  # the pages on the device are gone meanwhile
+    house.device.allocate_pages(8, [])  # the pages on the device are gone meanwhile
     house.device.free_pages(range(8))
     host_table, host_slot = seq.host_block_table, seq.host_slot
     house.residence.start(seq)
@@ -89,7 +91,7 @@ def test_pages_that_are_there_already_are_not_copied() -> None:
     assert first.block_table == second.block_table
     house.check([first, second], [])
     # A page further: only that one is new to the host.
-    first.block_table += house.device.allocate_pages(1)
+    first.block_table += house.device.allocate_pages(1, first.block_table)
     first.token_ids += [1] * PAGE_SIZE
     first.num_computed_tokens += PAGE_SIZE
     house.residence.pause(first, is_intact=True)
@@ -138,7 +140,7 @@ def test_copies_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     slots = torch.randn(2, 4, 5)
     page_bytes, slot_bytes = pages[:, 0].nbytes, slots[:, 0].nbytes
     plan = MemoryPlan(9, 4, 64, page_bytes, slot_bytes, 0, 0, num_host_pages=6, num_host_slots=2)
-    cache = HostCache([pages], [slots], plan)
+    cache = HostCache([pages], [], [slots], plan)
     for pool in cache._pages:
         pool._group = 2
     before_pages, before_slots = pages.clone(), slots.clone()

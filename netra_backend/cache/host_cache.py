@@ -51,33 +51,50 @@ class _HostPool:
 
     def _groups(self, pairs: list[tuple[int, int]]) -> Iterator[tuple[int, torch.Tensor]]:
         """First host id, and device ids, of (host id, device id) with host ids in a row."""
-        ordered = sorted(pairs)
+        ordered = sorted((host % len(self._host), device) for host, device in pairs)
         runs = groupby(range(len(ordered)), lambda i: (ordered[i][0] - i, i // self._group))
         for _, places in runs:
             run = [ordered[i] for i in places]
-            yield run[0][0], torch.tensor([device for _, device in run], device=self._device.device)
+            ids = [device % self._device.shape[1] for _, device in run]
+            yield run[0][0], torch.tensor(ids, device=self._device.device)
 
 
 class HostCache:
-    """The host side of the tensors that hold pages, and of those that hold slots, each [num_layers, ids, ...]."""
+    """The host side of the tensors that hold pages, first pages (ids below 0) and slots, each [num_layers, ids, ...]."""
 
     def __init__(
-        self, page_pools: list[torch.Tensor], slot_pools: list[torch.Tensor], plan: MemoryPlan
+        self,
+        page_pools: list[torch.Tensor],
+        opening_pools: list[torch.Tensor],
+        slot_pools: list[torch.Tensor],
+        plan: MemoryPlan,
     ) -> None:
         self._pages = [_HostPool(pool, plan.num_host_pages) for pool in page_pools]
+        self._openings = [_HostPool(pool, plan.num_host_opening_pages) for pool in opening_pools]
         self._slots = [_HostPool(pool, plan.num_host_slots) for pool in slot_pools]
-        assert sum(pool.nbytes for pool in self._pages + self._slots) == plan.host_bytes
+        pools = self._pages + self._openings + self._slots
+        assert sum(pool.nbytes for pool in pools) == plan.host_bytes
 
     def move_in(self, moves: HostMoves) -> None:
         """Carry out the copies from the host."""
-        for pool in self._pages if moves.pages_in else ():
-            pool.move_in(moves.pages_in)
-        for pool in self._slots if moves.slots_in else ():
-            pool.move_in(moves.slots_in)
+        for pool, pairs in self._split(moves.pages_in, moves.slots_in):
+            pool.move_in(pairs)
 
     def move_out(self, moves: HostMoves) -> None:
         """Carry out the copies to the host."""
-        for pool in self._pages if moves.pages_out else ():
-            pool.move_out(moves.pages_out)
-        for pool in self._slots if moves.slots_out else ():
-            pool.move_out(moves.slots_out)
+        for pool, pairs in self._split(moves.pages_out, moves.slots_out):
+            pool.move_out(pairs)
+
+    def _split(
+        self, pages: list[tuple[int, int]], slots: list[tuple[int, int]]
+    ) -> Iterator[tuple[_HostPool, list[tuple[int, int]]]]:
+        """Each pool that has something to copy, with its pairs of ids."""
+        plain = [pair for pair in pages if pair[0] >= 0]
+        openings = [pair for pair in pages if pair[0] < 0]
+        for pools, pairs in (
+            (self._pages, plain),
+            (self._openings, openings),
+            (self._slots, slots),
+        ):
+            if pairs:
+                yield from ((pool, pairs) for pool in pools)

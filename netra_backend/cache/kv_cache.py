@@ -18,6 +18,16 @@ from netra_backend.sequence import PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
+class OpeningPages:
+    """First pages of sequences where those have a codec of their own: [.., num_opening_pages, *codec.page_shape].
+    Their ids are negative.
+    """
+
+    codec: Codec
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's view: pages [num_pages, *codec.page_shape], tails [num_slots, 2 (K then V), num_kv_heads,
     tail_rows, head_dim] of the compute type.
@@ -26,6 +36,7 @@ class LayerCache:
     codec: Codec
     pages: torch.Tensor
     tails: torch.Tensor
+    opening: OpeningPages | None = None
 
     def append(self, short: ShortRows, kv: torch.Tensor) -> None:
         """Write the short sequences' rows, kv [num_rows, 2 * num_kv_heads, head_dim], to their tails."""
@@ -41,10 +52,15 @@ class LayerCache:
         """Fill the chunk's fresh pages from `keys`, `values` [num_kv_heads, num_tail + num_rows, head_dim]
         (the tail's rows and then the chunk's); what is left over becomes the tail.
         """
-        num_sealed = len(chunk.seal_page_ids) * PAGE_SIZE
-        if num_sealed:
+        done = PAGE_SIZE if chunk.seal_opening_id < 0 else 0
+        if done:
+            assert self.opening is not None
+            sealed = self.opening.codec.seal(keys[:, :done], values[:, :done])
+            self.opening.pages[chunk.seal_opening_id] = sealed
+        num_sealed = done + len(chunk.seal_page_ids) * PAGE_SIZE
+        if num_sealed > done:
             paged = (
-                rows[:, :num_sealed].unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
+                rows[:, done:num_sealed].unflatten(1, (-1, PAGE_SIZE)).transpose(0, 1)
                 for rows in (keys, values)
             )
             self.pages[chunk.seal_page_ids] = self.codec.seal(*paged)
@@ -60,21 +76,29 @@ class _Pool:
     codec: Codec
     pages: torch.Tensor
     tails: torch.Tensor
+    opening: OpeningPages | None
 
     def seal(self, slots: list[int], page_ids: list[int]) -> None:
         tails = self.tails[:, slots]
-        self.pages[:, page_ids] = self.codec.seal(
-            tails[:, :, 0, :, :PAGE_SIZE], tails[:, :, 1, :, :PAGE_SIZE]
-        )
+        classes = [(self.codec, self.pages, [i for i, page in enumerate(page_ids) if page >= 0])]
+        if self.opening is not None:
+            others = [i for i, page in enumerate(page_ids) if page < 0]
+            classes.append((self.opening.codec, self.opening.pages, others))
+        for codec, pages, chosen in classes:
+            if chosen:
+                full = tails[:, chosen, :, :, :PAGE_SIZE]
+                ids = [page_ids[i] for i in chosen]
+                pages[:, ids] = codec.seal(full[:, :, 0], full[:, :, 1])
         num_left = tails.shape[-2] - PAGE_SIZE
         if num_left:
             self.tails[:, slots, :, :, :num_left] = tails[..., PAGE_SIZE:, :]
 
     def layers(self) -> list[LayerCache]:
-        return [
-            LayerCache(self.codec, pages, tails)
-            for pages, tails in zip(self.pages, self.tails, strict=True)
-        ]
+        made = []
+        for layer, (pages, tails) in enumerate(zip(self.pages, self.tails, strict=True)):
+            opening = self.opening and OpeningPages(self.opening.codec, self.opening.pages[layer])
+            made.append(LayerCache(self.codec, pages, tails, opening))
+        return made
 
 
 class KVCache:
@@ -83,21 +107,30 @@ class KVCache:
     def __init__(
         self, model: ModelConfig, plan: MemoryPlan, dtype: torch.dtype, device: torch.device
     ) -> None:
-        def pool(num_layers: int, name: str, shapes: ModelConfig) -> _Pool:
+        def pages(
+            num_layers: int, name: str, count: int, shapes: ModelConfig
+        ) -> tuple[Codec, torch.Tensor]:
             heads, dim = shapes.num_kv_heads, shapes.head_dim
             codec = make_codec(name, heads, dim, dtype, device)
-            pages = (num_layers, plan.num_pages, *codec.page_shape)
-            tails = (num_layers, plan.num_slots, 2, heads, plan.kv.tail_rows, dim)
-            return _Pool(
-                codec,
-                torch.zeros(pages, dtype=codec.dtype, device=device),
-                torch.zeros(tails, dtype=dtype, device=device),
-            )
+            shape = (num_layers, count, *codec.page_shape)
+            return codec, torch.zeros(shape, dtype=codec.dtype, device=device)
 
-        main = pool(model.num_attention_layers, plan.kv.codec, model)
-        draft_shapes = plan.kv.draft_shapes(model)
-        drafts = pool(plan.kv.num_draft_layers, plan.kv.draft_codec, draft_shapes)
+        def pool(num_layers: int, name: str, opening_name: str, shapes: ModelConfig) -> _Pool:
+            opening = None
+            if plan.num_opening_pages:
+                count = plan.num_opening_pages
+                opening = OpeningPages(*pages(num_layers, opening_name, count, shapes))
+            heads, dim = shapes.num_kv_heads, shapes.head_dim
+            tails = (num_layers, plan.num_slots, 2, heads, plan.kv.tail_rows, dim)
+            tail = torch.zeros(tails, dtype=dtype, device=device)
+            return _Pool(*pages(num_layers, name, plan.num_pages, shapes), tail, opening)
+
+        kv = plan.kv
+        main = pool(model.num_attention_layers, kv.codec, kv.opening_codec, model)
+        drafts = pool(kv.num_draft_layers, kv.draft_codec, kv.draft_codec, kv.draft_shapes(model))
         self._pools = (main, drafts)
+        openings = sum(pool.nbytes for pool in self.opening_pools)
+        assert openings == plan.num_opening_pages * plan.opening_bytes
         assert sum(p.pages.nbytes for p in self._pools) == plan.num_pages * plan.page_bytes
         assert sum(p.tails.nbytes for p in self._pools) == plan.num_slots * plan.tail_bytes
         self.layers = main.layers()
@@ -107,6 +140,11 @@ class KVCache:
     def page_pools(self) -> list[torch.Tensor]:
         """Pages [num_layers, num_pages, ...] of the model and of the draft model."""
         return [pool.pages for pool in self._pools]
+
+    @property
+    def opening_pools(self) -> list[torch.Tensor]:
+        """First pages [num_layers, num_opening_pages, ...] of both, if they have pools of their own."""
+        return [pool.opening.pages for pool in self._pools if pool.opening is not None]
 
     @property
     def slot_pools(self) -> list[torch.Tensor]:

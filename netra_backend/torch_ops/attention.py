@@ -7,13 +7,19 @@ what pages hold; a context is read in bounded groups of pages and never expanded
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from netra_backend.cache.codecs import Codec
 from netra_backend.cache.kv_cache import LayerCache
-from netra_backend.forward_context import ChunkRows, ForwardContext, PageWork, ShortRows
+from netra_backend.forward_context import (
+    ChunkRows,
+    ForwardContext,
+    OpeningWork,
+    PageWork,
+    ShortRows,
+)
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -91,6 +97,10 @@ def _with_history(
 
     Few long sequences are read one after the other; otherwise each page by itself, for its owner's rows.
     """
+    if work.opening is not None:
+        tail_out, tail_lse = _with_openings(rows, tail_out, tail_lse, work.opening, cache)
+        if len(work.page_ids) == 0:
+            return tail_out
     codec = cache.codec
     queries = codec.queries(rows)
     if codec.joins_pages and len(work.page_ids) >= _MIN_JOINED_PAGES * len(rows):
@@ -112,6 +122,24 @@ def _with_history(
     parts = torch.cat((tail_out, page_out))[work.gather[:, 1:]]
     history = codec.restore((parts * weights[:, 1:]).sum(1))
     return _add_tail(history, tail_out, weights[:, 0])
+
+
+def _with_openings(
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    opening: OpeningWork,
+    cache: LayerCache,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention merged with that to the sequences' first pages; out and its log-sum-exp."""
+    assert cache.opening is not None
+    codec, owners = cache.opening.codec, opening.owners
+    pages = cache.opening.pages[opening.page_ids].unsqueeze(1)
+    past, past_lse = codec.attend(codec.queries(rows[owners]), pages)
+    past = codec.restore(past).to(out.dtype)
+    merged = merge(past, past_lse, out[owners], lse[owners])
+    out = out.index_copy(0, owners, merged)
+    return out, lse.index_copy(0, owners, torch.logaddexp(past_lse, lse[owners]))
 
 
 def _add_tail(history: torch.Tensor, tail_out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -187,11 +215,8 @@ def _chunk_attention(
     )
     stacked = queries.reshape(1, num_kv_heads, -1, head_dim)
     shape = (out.shape, lse.shape)
-    if len(chunk.page_ids):
-        codec, rows = cache.codec, cache.codec.queries(stacked)
-        size = codec.group_pages(rows.shape[2])
-        groups = (cache.pages[ids] for ids in chunk.page_ids.split(size))
-        past, past_lse = attend_groups(codec, rows, groups)
+    for codec, groups in _histories(chunk, cache, stacked.shape[2]):
+        past, past_lse = attend_groups(codec, codec.queries(stacked), groups)
         past = codec.restore(past).to(q.dtype).reshape(shape[0])
         past_lse = past_lse.reshape(shape[1])
         out, lse = merge(past, past_lse, out, lse), torch.logaddexp(past_lse, lse)
@@ -202,3 +227,15 @@ def _chunk_attention(
         keys, values = torch.cat((tail[0], keys), 1), torch.cat((tail[1], values), 1)
     cache.seal_chunk(chunk, keys, values)
     return out[0].transpose(0, 1)
+
+
+def _histories(
+    chunk: ChunkRows, cache: LayerCache, num_rows: int
+) -> Iterator[tuple[Codec, Iterable[torch.Tensor]]]:
+    """Each codec of the chunk's sealed pages with bounded groups of them."""
+    if chunk.opening_id < 0:
+        assert cache.opening is not None
+        yield cache.opening.codec, [cache.opening.pages[chunk.opening_id].unsqueeze(0)]
+    if len(chunk.page_ids):
+        size = cache.codec.group_pages(num_rows)
+        yield cache.codec, (cache.pages[ids] for ids in chunk.page_ids.split(size))
