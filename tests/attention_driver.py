@@ -41,7 +41,9 @@ class Rows:
 
 
 class AttentionDriver:
-    """A KVCache of one layer, sequences of `lengths` tokens, one slot each."""
+    """A KVCache of one layer, sequences of `lengths` tokens, one slot each. codec: name, or name/name of first
+    pages.
+    """
 
     def __init__(
         self,
@@ -53,7 +55,9 @@ class AttentionDriver:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
+        codec, _, opening = codec.partition("/")
         self._generator, self._codec, self._dim = generator, codec, head_dim
+        self._opening = opening
         self._dtype = dtype
         num_pages = sum(length // PAGE_SIZE for length in lengths) + 1
         plan = plan_memory(
@@ -64,7 +68,7 @@ class AttentionDriver:
             element_bytes=dtype.itemsize,
             state_element_bytes=dtype.itemsize,
             max_draft_tokens=max_drafts,
-            kv=KVLayout(codec, tail_rows(max_drafts)),
+            kv=KVLayout(codec, tail_rows(max_drafts), opening_codec=opening),
         )
         assert plan.num_pages >= num_pages
         self.cache = KVCache(config(head_dim), plan, dtype, torch.device("cpu"))
@@ -93,6 +97,8 @@ class AttentionDriver:
             end = seq.num_computed_tokens + (count if is_chunk else 0)
             fresh = end // PAGE_SIZE - len(seq.block_table)
             seals = [self._free_pages.pop(0) for _ in range(fresh)]
+            if seals and self._opening and not seq.block_table:
+                seals[0] = -1 - seq.slot
             drafts = [1] * num_drafts
             items[seq.seq_id] = ScheduledSequence(seq, count + num_drafts, is_chunk, drafts, seals)
             start = seq.num_computed_tokens
@@ -145,9 +151,15 @@ class AttentionDriver:
         scores[:, :, keys.shape[1] - len(q) :].masked_fill_(hidden, float("-inf"))
         return (scores.softmax(-1) @ values).transpose(0, 1)
 
+    def stored(self, page_ids: list[int]) -> list[torch.Tensor]:
+        """What the pages hold."""
+        layer = self.cache.layers[0]
+        openings = layer.opening.pages if layer.opening is not None else layer.pages
+        return [(layer.pages if page >= 0 else openings)[page].clone() for page in page_ids]
+
     def _decode(self, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-        stored = self.cache.layers[0].pages[page]
-        if self._codec == "plain":
+        codec = self._codec if page >= 0 else self._opening
+        (stored,) = self.stored([page])
+        if codec == "plain":
             return stored[0].float(), stored[1].float()
-        layout = page_layout(self._codec, KV_HEADS, self._dim)
-        return decode_page_ref(stored, layout)
+        return decode_page_ref(stored, page_layout(codec, KV_HEADS, self._dim))
