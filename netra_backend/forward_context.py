@@ -18,11 +18,11 @@ from netra_backend.sequence import PAGE_SIZE
 @dataclass(slots=True)
 class OpeningWork:
     """First pages of short sequences where those have a codec of their own: their ids [count], below 0, and the
-    short sequence that each belongs to [count].
+    short sequence that each belongs to [count]; None if each one in turn has its own.
     """
 
     page_ids: torch.Tensor
-    owners: torch.Tensor
+    owners: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -314,9 +314,10 @@ def _page_work(tables: list[list[int]], device: torch.device) -> PageWork | None
         gather=torch.tensor(gather, dtype=torch.int64, device=device),
         absent=torch.tensor(absent, device=device),
         tables=tables,
-        opening=OpeningWork(
-            *(_int_tensor(list(part), device) for part in zip(*opening, strict=True))
-        )
-        if opening
-        else None,
+        opening=_opening_work(opening, len(tables), device) if opening else None,
     )
+
+
+def _opening_work(pages: list[tuple[int, int]], num_seqs: int, device: torch.device) -> OpeningWork:
+    ids, owners = (_int_tensor(list(part), device) for part in zip(*pages, strict=True))
+    return OpeningWork(ids, owners if len(owners) < num_seqs else None)

@@ -144,7 +144,7 @@ class QuantizedCodec:
         """Pages uint8 [..., page_bytes] of keys and values [..., num_kv_heads, PAGE_SIZE, head_dim]."""
         size = self.layout.page_bytes
         pages = torch.empty(*keys.shape[:-3], size, dtype=torch.uint8, device=keys.device)
-        for part, rows in zip(self._parts(pages.view(-1, 1, size)), (keys, values), strict=True):
+        for part, rows in zip(self.parts(pages.view(-1, 1, size)), (keys, values), strict=True):
             _encode(rows.reshape(-1, 1, *rows.shape[-3:]), part)
         return pages
 
@@ -171,7 +171,7 @@ class QuantizedCodec:
         Returns out of q's shape, to be passed to `restore`, and the log-sum-exp of the scores
         [num_items, num_kv_heads, num_rows], both float32.
         """
-        keys, values = self._parts(pages)
+        keys, values = self.parts(pages)
         if q.shape[2] >= _MANY_ROWS:
             out, lse = _flash(q, self._expand(keys), self._expand(values), scale=1.0)
             return out, lse
@@ -186,10 +186,11 @@ class QuantizedCodec:
         """Keys and values [num_items, num_kv_heads, count * PAGE_SIZE, head_dim] float32 that pages stand for,
         in the bases of `queries` and `restore`.
         """
-        keys, values = self._parts(pages)
+        keys, values = self.parts(pages)
         return self._expand(keys), self._expand(values)
 
-    def _parts(self, pages: torch.Tensor) -> tuple[_Part, _Part]:
+    def parts(self, pages: torch.Tensor) -> tuple[_Part, _Part]:
+        """Views of keys and values of pages [num_items, count, page_bytes]."""
         layout = self.layout
         blocks = pages.unflatten(-1, (layout.num_kv_heads, layout.head_bytes))
         starts = (0, *layout.ends[:-1])

@@ -11,20 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from netra_backend.cache.codecs import Codec, make_codec
+from netra_backend.cache.opening_pages import OpeningPages
 from netra_backend.config import ModelConfig
 from netra_backend.forward_context import ChunkRows, ShortRows
 from netra_backend.memory_plan import MemoryPlan
 from netra_backend.sequence import PAGE_SIZE
-
-
-@dataclass(frozen=True, slots=True)
-class OpeningPages:
-    """First pages of sequences where those have a codec of their own: [.., num_opening_pages, *codec.page_shape].
-    Their ids are negative.
-    """
-
-    codec: Codec
-    pages: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +62,20 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Layers that share a codec: pages [num_layers, num_pages, ...] and tails [num_layers, num_slots, ...]."""
+    """Layers that share a codec: pages [num_layers, num_pages, ...], tails [num_layers, num_slots, ...], and codec and
+    pages [num_layers, num_opening_pages, ...] of first pages, if they have their own.
+    """
 
     codec: Codec
     pages: torch.Tensor
     tails: torch.Tensor
-    opening: OpeningPages | None
+    opening: tuple[Codec, torch.Tensor] | None
 
     def seal(self, slots: list[int], page_ids: list[int]) -> None:
         tails = self.tails[:, slots]
         classes = [(self.codec, self.pages, [i for i, page in enumerate(page_ids) if page >= 0])]
         if self.opening is not None:
-            others = [i for i, page in enumerate(page_ids) if page < 0]
-            classes.append((self.opening.codec, self.opening.pages, others))
+            classes.append((*self.opening, [i for i, page in enumerate(page_ids) if page < 0]))
         for codec, pages, chosen in classes:
             if chosen:
                 full = tails[:, chosen, :, :, :PAGE_SIZE]
@@ -96,7 +88,9 @@ class _Pool:
     def layers(self) -> list[LayerCache]:
         made = []
         for layer, (pages, tails) in enumerate(zip(self.pages, self.tails, strict=True)):
-            opening = self.opening and OpeningPages(self.opening.codec, self.opening.pages[layer])
+            opening = None
+            if self.opening is not None:
+                opening = OpeningPages(self.opening[0], self.opening[1][layer])
             made.append(LayerCache(self.codec, pages, tails, opening))
         return made
 
@@ -118,8 +112,7 @@ class KVCache:
         def pool(num_layers: int, name: str, opening_name: str, shapes: ModelConfig) -> _Pool:
             opening = None
             if plan.num_opening_pages:
-                count = plan.num_opening_pages
-                opening = OpeningPages(*pages(num_layers, opening_name, count, shapes))
+                opening = pages(num_layers, opening_name, plan.num_opening_pages, shapes)
             heads, dim = shapes.num_kv_heads, shapes.head_dim
             tails = (num_layers, plan.num_slots, 2, heads, plan.kv.tail_rows, dim)
             tail = torch.zeros(tails, dtype=dtype, device=device)
@@ -144,7 +137,7 @@ class KVCache:
     @property
     def opening_pools(self) -> list[torch.Tensor]:
         """First pages [num_layers, num_opening_pages, ...] of both, if they have pools of their own."""
-        return [pool.opening.pages for pool in self._pools if pool.opening is not None]
+        return [pool.opening[1] for pool in self._pools if pool.opening is not None]
 
     @property
     def slot_pools(self) -> list[torch.Tensor]:

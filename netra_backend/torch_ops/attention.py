@@ -133,10 +133,13 @@ def _with_openings(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention merged with that to the sequences' first pages; out and its log-sum-exp."""
     assert cache.opening is not None
-    codec, owners = cache.opening.codec, opening.owners
-    pages = cache.opening.pages[opening.page_ids].unsqueeze(1)
-    past, past_lse = codec.attend(codec.queries(rows[owners]), pages)
-    past = codec.restore(past).to(out.dtype)
+    owners = opening.owners
+    past, past_lse = cache.opening.attend(
+        rows if owners is None else rows[owners], opening.page_ids
+    )
+    past = past.to(out.dtype)
+    if owners is None:
+        return merge(past, past_lse, out, lse), torch.logaddexp(past_lse, lse)
     merged = merge(past, past_lse, out[owners], lse[owners])
     out = out.index_copy(0, owners, merged)
     return out, lse.index_copy(0, owners, torch.logaddexp(past_lse, lse[owners]))
