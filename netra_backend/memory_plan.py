@@ -128,10 +128,10 @@ class KVLayout:
     tail_rows: int = TAIL_ROWS
     num_draft_layers: int = 0
     draft_codec: str = PLAIN
-    draft_kv_heads: int = 0
-    draft_head_dim: int = 0
     opening_codec: str = ""
     openings_per_slot: int = 1
+    draft_kv_heads: int = 0
+    draft_head_dim: int = 0
 
     def draft_shapes(self, model: ModelConfig) -> ModelConfig:
         """`model` with the key and value heads of the draft layers."""
