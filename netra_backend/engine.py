@@ -118,7 +118,7 @@ class Engine:
         """Load the checkpoint that `config` names. Raises ConfigError if it cannot be served."""
         checkpoint = config.checkpoint_path(model_directory)  # before torch takes its seconds
 
-        from netra_backend.model_runner import ModelRunner
+        from netra_backend.runners import make_runner
         from netra_backend.tokenizer import Detokenizer, Tokenizer
 
         tokenizer = Tokenizer(checkpoint)
@@ -127,7 +127,7 @@ class Engine:
         # of loading end here, and the thread that steps will have the only ones.
         with ThreadPoolExecutor(1) as loader:
             runner = loader.submit(
-                ModelRunner, config, checkpoint, tokenizer.eos_token_ids
+                make_runner, config, checkpoint, tokenizer.eos_token_ids
             ).result()
         plan = runner.plan
         logger.info("%s", plan.describe())

@@ -265,6 +265,14 @@ def slot_layout(model: ModelConfig, max_draft_tokens: int) -> SlotLayout:
     return SlotLayout(num_records, max(0, model.conv_kernel - 1) + num_records)
 
 
+def ring_layout(model: ModelConfig, max_draft_tokens: int) -> SlotLayout:
+    """The same where rows are rings by position (the kernels'): the records being absorbed must not be those being
+    written, and a prompt chunk must find its past in the columns while it leaves its own.
+    """
+    num_records, taps = 1 + max_draft_tokens, max(0, model.conv_kernel - 1)
+    return SlotLayout(2 * num_records, max(2 * taps, taps + num_records))
+
+
 def state_bytes(
     model: ModelConfig, layout: SlotLayout, element_bytes: int, state_element_bytes: int
 ) -> int:
@@ -306,8 +314,11 @@ def plan_memory(
     kv: KVLayout = KVLayout(),
     num_checkpoints: int = 0,
     checkpoint_element_bytes: int = _FLOAT32_BYTES,
+    slots: SlotLayout | None = None,
 ) -> MemoryPlan:
     """Split `budget_bytes`: slots and checkpoints first, pages from the rest, never more than slots can use.
+
+    `slots` defaults to `slot_layout`.
 
     `max_model_len` 0 means the model's own limit, lowered to what fits. Raises ConfigError that says what
     to lower when not even one conversation fits.
@@ -335,7 +346,10 @@ def plan_memory(
         page_bytes=page,
         tail_bytes=tail,
         state_bytes=state_bytes(
-            model, slot_layout(model, max_draft_tokens), element_bytes, state_element_bytes
+            model,
+            slots or slot_layout(model, max_draft_tokens),
+            element_bytes,
+            state_element_bytes,
         ),
         budget_bytes=budget_bytes,
         kv=kv,

@@ -27,22 +27,26 @@ _SHARPNESS = 6.0
 """Factor on the random output head: flat logits would make equality of argmax a matter of rounding."""
 
 
-def make_random_qwen(directory: Path, seed: int = 0) -> Path:
-    """A qwen3_5_moe of 2.2M parameters in the stacked layout: 3 Gated DeltaNet layers and 1 attention layer."""
+def make_random_qwen(directory: Path, seed: int = 0, **changes: object) -> Path:
+    """A qwen3_5_moe of 2.2M parameters in the stacked layout: 3 Gated DeltaNet layers and 1 attention layer.
+
+    `changes` to its config must leave an attention layer at the end.
+    """
     torch.manual_seed(seed)
-    config = Qwen3_5MoeTextConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=32, linear_value_head_dim=32, linear_conv_kernel_dim=4,
-        moe_intermediate_size=128, shared_expert_intermediate_size=128, num_experts=8,
-        num_experts_per_tok=2, max_position_embeddings=4096, tie_word_embeddings=False,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        rope_parameters={
+    sizes: dict[str, object] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 128, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
             "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
             "mrope_interleaved": True, "mrope_section": [3, 3, 2],
         },
-        bos_token_id=None, eos_token_id=EOS_TOKEN_ID, pad_token_id=0,
-    )  # fmt: skip
+        "bos_token_id": None, "eos_token_id": EOS_TOKEN_ID, "pad_token_id": 0,
+    } | changes  # fmt: skip
+    config = Qwen3_5MoeTextConfig(**sizes, num_hidden_layers=len(sizes["layer_types"]))  # type: ignore[arg-type]
     model = Qwen3_5MoeForCausalLM(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -53,16 +57,18 @@ def make_random_qwen(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def make_random_mtp(directory: Path, seed: int = 0) -> Path:
+def make_random_mtp(directory: Path, seed: int = 0, **changes: object) -> Path:
     """make_random_qwen with an MTP layer (`mtp.*`), stacked like the others."""
-    make_random_qwen(directory, seed)
+    make_random_qwen(directory, seed, **changes)
     torch.manual_seed(seed + 1)
     path = directory / "model.safetensors"
     tensors = load_file(path)
+    raw = json.loads((directory / "config.json").read_text())
+    last = f"model.layers.{len(raw['layer_types']) - 1}."
     layer = {
-        name.replace("model.layers.3.", "mtp.layers.0."): torch.empty_like(tensor)
+        name.replace(last, "mtp.layers.0."): torch.empty_like(tensor)
         for name, tensor in tensors.items()
-        if name.startswith("model.layers.3.")
+        if name.startswith(last)
     }
     hidden = tensors["model.norm.weight"].shape[0]
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):

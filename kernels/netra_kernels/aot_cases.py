@@ -205,7 +205,7 @@ def _delta_rule(state: torch.dtype) -> object:
 def _delta_chunk(state: torch.dtype) -> object:
     pool, copies = meta(9, 32, 128, 128, dtype=state), meta(9, 32, 128, 128)
     return gated_delta_chunk(
-        *_delta_arguments(), pool, _delta_inputs(512), meta(9, dtype=I32), copies
+        *_delta_arguments(), pool, _delta_inputs(512), meta(9, 9, dtype=I32), copies
     )
 
 

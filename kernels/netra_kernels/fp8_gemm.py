@@ -30,8 +30,9 @@ def fp8_gemm_ref(
     weight: torch.Tensor,
     weight_scales: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Reference of `fp8_gemm`."""
+    """Reference of `fp8_gemm`; it has no use for counters."""
     left = x.float() * x_scales.repeat_interleave(GROUP, 1)[:, : x.shape[1]]
     return (left @ dequantize_ref(weight, weight_scales).T).to(dtype)
 

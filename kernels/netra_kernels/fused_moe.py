@@ -37,6 +37,27 @@ class ExpertWeights:
     down_scales: torch.Tensor | None = None
 
 
+def expert_outputs_ref(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    experts: torch.Tensor,
+    layer: ExpertWeights,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Reference of `expert_outputs`, without the inner requantisation."""
+    inputs = x.float() if x_scales is None else x.float() * x_scales.repeat_interleave(128, 1)
+    out = torch.empty((*experts.shape, layer.down.shape[1]), dtype=dtype, device=x.device)
+    for expert in experts.unique().tolist():
+        gate_up, down = layer.gate_up[expert].float(), layer.down[expert].float()
+        if layer.gate_up_scales is not None and layer.down_scales is not None:
+            gate_up = dequantize_ref(layer.gate_up[expert], layer.gate_up_scales[expert])
+            down = dequantize_ref(layer.down[expert], layer.down_scales[expert])
+        tokens, slots = (experts == expert).nonzero(as_tuple=True)
+        gate, up = (inputs[tokens] @ gate_up.T).chunk(2, -1)
+        out[tokens, slots] = ((torch.nn.functional.silu(gate) * up) @ down.T).to(dtype)
+    return out
+
+
 def fused_moe_ref(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
@@ -46,18 +67,8 @@ def fused_moe_ref(
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Reference of `fused_moe`, without the inner requantisation."""
-    inputs = x.float() if x_scales is None else x.float() * x_scales.repeat_interleave(128, 1)
-    out = torch.zeros((len(x), layer.down.shape[1]), dtype=torch.float32, device=x.device)
-    for expert in experts.unique().tolist():
-        gate_up, down = layer.gate_up[expert].float(), layer.down[expert].float()
-        if layer.gate_up_scales is not None and layer.down_scales is not None:
-            gate_up = dequantize_ref(layer.gate_up[expert], layer.gate_up_scales[expert])
-            down = dequantize_ref(layer.down[expert], layer.down_scales[expert])
-        tokens, slots = (experts == expert).nonzero(as_tuple=True)
-        gate, up = (inputs[tokens] @ gate_up.T).chunk(2, -1)
-        y = (torch.nn.functional.silu(gate) * up) @ down.T
-        out.index_add_(0, tokens, y * weights[tokens, slots, None])
-    return out.to(dtype)
+    y = expert_outputs_ref(x, x_scales, experts, layer, torch.float32)
+    return (y * weights[..., None]).sum(1).to(dtype)
 
 
 @triton.jit

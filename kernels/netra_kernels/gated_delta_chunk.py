@@ -12,6 +12,8 @@ tokens still in them are absorbed before (gated_delta_rule without new tokens).
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,11 @@ BLOCK = 64
 """Tokens per block: the page size, so that checkpoints fall on page boundaries."""
 
 
+def num_boundaries(max_query_len: int) -> int:
+    """Blocks, and so multiples of 64, that a chunk of max_query_len tokens can touch, wherever it starts."""
+    return -(-(max_query_len + BLOCK - 1) // BLOCK)
+
+
 def gated_delta_chunk_ref(
     mixed: torch.Tensor,
     a: torch.Tensor,
@@ -37,7 +44,7 @@ def gated_delta_chunk_ref(
     dt_bias: torch.Tensor,
     state: torch.Tensor,
     inputs: DeltaInputs,
-    checkpoint_at: torch.Tensor | None = None,
+    checkpoint_ids: torch.Tensor | None = None,
     checkpoints: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `gated_delta_chunk`: token by token, in float64 if `state` is, else float32."""
@@ -52,17 +59,15 @@ def gated_delta_chunk_ref(
         first = int(inputs.num_computed[s])
         stored = state[slot].to(kind)
         current = stored if first > 0 else torch.zeros_like(stored)
-        cut = end
-        if checkpoint_at is not None and first < int(checkpoint_at[s]) <= first + end - start:
-            cut = start + int(checkpoint_at[s]) - first
-        for new in (slice(start, cut), slice(cut, end)):
+        cuts = range(start + BLOCK - first % BLOCK, end + 1, BLOCK)
+        for i_block, (begin, stop) in enumerate(pairwise([start, *cuts, end])):
+            new = slice(begin, stop)
             y, current = delta_rule_ref(q[new], k[new], v[new], g[new], beta[new], current)
             out[new] = y.to(out.dtype)
-            reached = checkpoint_at is not None and first + new.stop - start == int(
-                checkpoint_at[s]
-            )
-            if checkpoints is not None and reached and new.stop == cut:
-                checkpoints[s] = current.to(checkpoints.dtype)
+            if checkpoint_ids is not None and checkpoints is not None and i_block < len(cuts):
+                target = int(checkpoint_ids[s, i_block])
+                if target >= 0:
+                    checkpoints[target] = current.to(checkpoints.dtype)
         state[slot] = current.to(state.dtype)
     return out
 
@@ -157,7 +162,7 @@ def _prepare_kernel(
 @triton.jit(do_not_specialize=["num_blocks", "num_squares"])
 def _scan_kernel(
     p_mixed, p_state, p_slots, p_num_computed, p_cu, p_inverse, p_scores, p_factors,
-    p_checkpoint_at, p_checkpoints, p_out, stride_mixed, num_blocks, num_squares,
+    p_checkpoint_ids, p_checkpoints, p_out, stride_mixed, num_blocks, num_squares,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr, CHECKPOINT: tl.constexpr,
 ):  # fmt: skip
@@ -174,9 +179,6 @@ def _scan_kernel(
     b_h = tl.load(p_head, mask=(o_k * 0 + i_start > 0)[:, None], other=0.0).to(tl.float32)
     dtype: tl.constexpr = p_mixed.dtype.element_ty
     o_square = o_i[:, None] * 64 + o_i[None, :]
-    i_checkpoint = -1
-    if CHECKPOINT:
-        i_checkpoint = tl.load(p_checkpoint_at + i_s)
     for i_block in range((i_start % 64 + n_new + 63) // 64):
         o_t, live = _block_tokens(p_cu, i_s, i_start, i_block)
         i_in = (i_s.to(tl.int64) * num_blocks + i_block) * HV + i_hv
@@ -207,9 +209,10 @@ def _scan_kernel(
             tl.trans(b_k), b_high, b_low, PRECISION
         )
         if CHECKPOINT:  # noqa: SIM102 (what follows must not be compiled without checkpoints)
-            if i_start - i_start % 64 + (i_block + 1) * 64 == i_checkpoint:  # noqa: SIM102
-                if i_checkpoint <= i_start + n_new:
-                    p_copy = p_checkpoints + (i_s.to(tl.int64) * HV + i_hv) * K * V + o_head
+            if i_block * 64 + 64 <= i_start % 64 + n_new:
+                i_copy = tl.load(p_checkpoint_ids + i_s * num_blocks + i_block).to(tl.int64)
+                if i_copy >= 0:
+                    p_copy = p_checkpoints + (i_copy * HV + i_hv) * K * V + o_head
                     tl.store(p_copy, b_h.to(p_checkpoints.dtype.element_ty))
     tl.store(p_head, b_h.to(p_state.dtype.element_ty))
 
@@ -222,22 +225,23 @@ def gated_delta_chunk(
     dt_bias: torch.Tensor,
     state: torch.Tensor,
     inputs: DeltaInputs,
-    checkpoint_at: torch.Tensor | None = None,
+    checkpoint_ids: torch.Tensor | None = None,
     checkpoints: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Outputs [num_tokens, HV, V] of prompt chunks; `state` becomes that after the chunk (num_replay is 0).
 
-    checkpoint_at int32 [num_seqs]: a token count that is a multiple of 64 and inside the chunk, else negative;
-    checkpoints [num_seqs, HV, K, V] gets the state after that many tokens.
+    checkpoint_ids int32 [num_seqs, num_boundaries(max_query_len)]: where in `checkpoints` [num_checkpoints, HV, K, V]
+    the state at the i-th multiple of 64 after num_computed goes, negative: nowhere.
     """
     num_tokens, num_seqs = len(mixed), len(inputs.slots)
     value_heads, key_dim, value_dim = state.shape[1:]
     key_heads = (mixed.shape[1] - value_heads * value_dim) // (2 * key_dim)
     assert mixed.stride(1) == a.stride(1) == b.stride(1) == 1
     assert state.is_contiguous()
-    assert (checkpoint_at is None) == (checkpoints is None)
+    assert (checkpoint_ids is None) == (checkpoints is None)
     assert checkpoints is None or checkpoints.is_contiguous()
-    blocks = triton.cdiv(inputs.max_query_len + BLOCK - 1, BLOCK)
+    blocks = num_boundaries(inputs.max_query_len)
+    assert checkpoint_ids is None or checkpoint_ids.shape == (num_seqs, blocks)
     shape = (2, num_seqs * blocks, value_heads, BLOCK, BLOCK)  # high and low halves
     inverse = torch.empty(shape, dtype=mixed.dtype, device=mixed.device)
     scores = torch.empty(shape, dtype=mixed.dtype, device=mixed.device)
@@ -251,8 +255,8 @@ def gated_delta_chunk(
     block_v = min(32, value_dim)
     _scan_kernel[(num_seqs * value_heads, value_dim // block_v)](
         mixed, state, inputs.slots, inputs.num_computed, inputs.cu_seqlens_q, inverse, scores, factors,
-        checkpoint_at, checkpoints, out, mixed.stride(0), blocks, num_seqs * blocks * value_heads,
+        checkpoint_ids, checkpoints, out, mixed.stride(0), blocks, num_seqs * blocks * value_heads,
         HK=key_heads, HV=value_heads, K=key_dim, V=value_dim, BV=block_v,
-        PRECISION="ieee", CHECKPOINT=checkpoint_at is not None, num_warps=4, num_stages=2,
+        PRECISION="ieee", CHECKPOINT=checkpoint_ids is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

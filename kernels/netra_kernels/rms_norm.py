@@ -70,8 +70,10 @@ def gated_rms_norm_ref(
     x32 = x.float()
     y = (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
     hidden = ((weight * y).float() * torch.nn.functional.silu(gate.float())).to(x.dtype)
-    codes, scales = quantize_fp8_ref(hidden, hidden.shape[-1]) if fp8 else (None, None)
-    return NormOutput(hidden, x, codes, scales)
+    if not fp8:
+        return NormOutput(hidden, x)
+    codes, scales = quantize_fp8_ref(hidden, hidden.shape[-1])
+    return NormOutput(hidden, x, codes, scales[..., 0])
 
 
 @triton.jit

@@ -80,6 +80,24 @@ class Weights:
             tensor = dequantize_fp8(tensor, scale, self._fp8_block)
         return tensor.to(device=self._device, dtype=wanted)
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether `name` is stored as FP8 blocks."""
+        if name not in self._locations:
+            return False
+        path, stored_name = self._locations[name]
+        return bool(self._files[path].get_slice(stored_name).get_dtype() == "F8_E4M3")
+
+    def get_fp8(self, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of `shape` and float32 scales per block, as stored; problems are noted as `get` notes them."""
+        block = self._fp8_block or 1
+        blocks = (-(-shape[0] // block), -(-shape[1] // block))
+        scales = self.get(f"{name}_scale_inv", blocks, torch.float32)
+        codes = self._read(name)
+        if codes is None or tuple(codes.shape) != shape or codes.dtype != torch.float8_e4m3fn:
+            self._problems.append(f"{name} is no FP8 tensor of shape {shape}")
+            codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+        return codes.to(self._device), scales
+
     def finish(self, ignored_prefixes: Iterable[str]) -> None:
         """Raise ConfigError naming all missing, misshapen and surplus tensors, if there are any."""
         ignored = tuple(ignored_prefixes)

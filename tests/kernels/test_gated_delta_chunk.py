@@ -38,26 +38,26 @@ def correlated(num_tokens, correlation, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ragged_chunks_match_float64(monkeypatch, dtype):
-    """One sequence starts fresh, one goes on in the middle of a page with a checkpoint, one is empty."""
+    """One sequence starts fresh, one goes on in the middle of a page, both with a checkpoint; one is empty."""
     inputs = chunk_inputs([70, 90, 0], [0, 30, 5])
     state = torch.randn(3, HV, K, V, dtype=torch.float64)
     mixed, a, b = projections(160, dtype)
     weights = layer(dtype)
-    at = torch.tensor([-1, 64, 64], dtype=torch.int32)
-    state_ref, copies_ref = state.clone(), torch.zeros(3, HV, K, V, dtype=torch.float64)
+    ids = torch.tensor([[2, 3, 3], [1, -1, 0], [4, 4, 4]], dtype=torch.int32)
+    state_ref, copies_ref = state.clone(), torch.zeros(5, HV, K, V, dtype=torch.float64)
     expected = gated_delta_chunk_ref(mixed, a, b, **weights, state=state_ref, inputs=inputs,
-                                     checkpoint_at=at, checkpoints=copies_ref)  # fmt: skip
+                                     checkpoint_ids=ids, checkpoints=copies_ref)  # fmt: skip
     poison_empty(monkeypatch)
-    state, copies = state.float(), torch.zeros(3, HV, K, V)
+    state, copies = state.float(), torch.zeros(5, HV, K, V)
     state[2] = float("nan")
     state_ref[2] = 0
     out = gated_delta_chunk(
-        mixed, a, b, **weights, state=state, inputs=inputs, checkpoint_at=at, checkpoints=copies
+        mixed, a, b, **weights, state=state, inputs=inputs, checkpoint_ids=ids, checkpoints=copies
     )
     assert_close(out, expected, 3e-3 if dtype == torch.bfloat16 else 1e-5)
     assert_close(state[:2], state_ref[:2], 1e-5)
-    assert_close(copies[1], copies_ref[1], 1e-5)
-    assert (copies[[0, 2]] == 0).all()
+    assert_close(copies[1:3], copies_ref[1:3], 1e-5)
+    assert (copies[[0, 3, 4]] == 0).all()  # boundaries that the chunks do not reach
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,235 @@
+"""KernelRunner: one step on a device through the operations of device_ops.py. The Runner of a GPU.
+
+Owns weights, KV cache and recurrent states as the kernels keep them; decides nothing about which sequences run.
+What model_runner.py is for torch: any schedule gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from netra_backend.batch import Batch, ScheduledSequence, StepOutput
+from netra_backend.cache.codecs import choose_codec
+from netra_backend.cache.kv_cache import KVCache
+from netra_backend.config import EngineConfig, ModelConfig
+from netra_backend.errors import ConfigError
+from netra_backend.forward_context import ForwardContext
+from netra_backend.gpu.device_ops import KERNELS, DeviceOps
+from netra_backend.gpu.layers import KernelCache
+from netra_backend.gpu.models import KernelModel, KernelMtpHead
+from netra_backend.gpu.mtp import KernelMtpProposer
+from netra_backend.gpu.projection import Setting, WeightSource
+from netra_backend.gpu.ring_states import RingStates
+from netra_backend.gpu.step_inputs import ColumnCopy, Group, StepInputs, group_of
+from netra_backend.memory_plan import (
+    KVLayout,
+    MemoryPlan,
+    draft_codec,
+    plan_memory,
+    ring_layout,
+    tail_rows,
+)
+from netra_backend.model_runner import DeferredStep
+from netra_backend.models.weights import Weights
+from netra_backend.sampler import Sampler
+from netra_backend.spec.mtp import has_mtp
+from netra_backend.spec.ngram import NgramProposer
+from netra_backend.spec.proposer import LookupFirst, Proposer
+from netra_kernels.kv_codec import page_layout
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16}
+_DEFAULT_DRAFTS = {"none": 0, "ngram": 8, "mtp": 4, "ngram+mtp": 4}
+_LOOKUP_BEFORE_MODEL = 4  # see model_runner.py
+_CHECKPOINTS_PER_SEQUENCE = 4  # see model_runner.py
+
+
+class KernelRunner:
+    """Loads a checkpoint and runs steps. Raises ConfigError if it cannot be loaded or nothing fits.
+
+    `ops` other than KERNELS, or another device than CUDA, is for tests; without a GPU kv_cache_memory is in bytes.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Path,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        ops: DeviceOps = KERNELS,
+    ) -> None:
+        self.model_config = ModelConfig.from_file(checkpoint / "config.json")
+        model_config, dtype = self.model_config, _DTYPES[config.dtype]
+        self._device, self._ops, self._dtype = device, ops, dtype
+        weights = Weights(checkpoint, dtype, device, model_config.fp8_block)
+        self._model = KernelModel(weights, Setting.of(model_config, ops, dtype, device))
+        weights.finish(KernelModel.ignored_weights)
+        method = config.speculation
+        if method == "auto":
+            method = "mtp" if has_mtp(checkpoint, model_config, device) else "ngram"
+        self.max_draft_tokens = (
+            0 if method == "none" else config.num_draft_tokens or _DEFAULT_DRAFTS[method]
+        )
+        self.has_draft_cache = "mtp" in method
+        self._allocate(config)
+        self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device)
+        self._current = StepInputs([], 0, torch.empty(0, dtype=torch.int64))
+        self.proposer = self._make_proposer(method, checkpoint)
+
+    def _allocate(self, config: EngineConfig) -> None:
+        """Split the memory and make the pools."""
+        model, drafts = self.model_config, self.max_draft_tokens
+        state_dtype = _DTYPES[config.state_dtype]
+        saved_dtype = _DTYPES[config.prefix_checkpoint_dtype]
+        codec = choose_codec(config, model, self._device)
+        layout = ring_layout(model, drafts)
+        reuses = config.enable_prefix_caching and model.num_linear_layers > 0
+        checkpoints = (
+            config.num_prefix_checkpoints or _CHECKPOINTS_PER_SEQUENCE * config.max_num_seqs
+        )
+        draft_layers = int(self.has_draft_cache)
+        free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+        self.plan: MemoryPlan = plan_memory(
+            model,
+            budget_bytes=config.kv_cache_bytes(free),
+            num_slots=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            element_bytes=self._dtype.itemsize,
+            state_element_bytes=state_dtype.itemsize,
+            max_draft_tokens=drafts,
+            num_checkpoints=checkpoints if reuses else 0,
+            checkpoint_element_bytes=saved_dtype.itemsize,
+            kv=KVLayout(codec, tail_rows(2 * drafts), draft_layers, draft_codec(codec)),
+            slots=layout,
+        )
+        cache = KVCache(model, self.plan, self._dtype, self._device)
+        shapes = (model.num_kv_heads, model.head_dim)
+        own, draft = page_layout(codec, *shapes), page_layout(self.plan.kv.draft_codec, *shapes)
+        self._caches = [KernelCache.of(layer, own) for layer in cache.layers]
+        self._draft_caches = [KernelCache.of(layer, draft) for layer in cache.draft_layers]
+        self._states = RingStates(
+            model, self.plan, layout, self._dtype, state_dtype, saved_dtype, self._device
+        )
+
+    def _make_proposer(self, method: str, checkpoint: Path) -> Proposer | None:
+        if method == "none":
+            return None
+        if method == "ngram":
+            return NgramProposer()
+        weights = Weights(checkpoint, self._dtype, self._device, self.model_config.fp8_block)
+        if self.model_config.num_mtp_layers != 1:
+            raise ConfigError(
+                f"speculation={method!r}: the checkpoint has {self.model_config.num_mtp_layers} MTP layers"
+            )
+        mtp = self._mtp_proposer(weights)
+        weights.finish(("model.", "lm_head.", "visual."))
+        if method == "mtp":
+            return mtp
+        return LookupFirst(NgramProposer(_LOOKUP_BEFORE_MODEL), mtp)
+
+    def _mtp_proposer(self, weights: WeightSource) -> KernelMtpProposer:
+        head = KernelMtpHead(weights, self._model)
+        return KernelMtpProposer(head, self._model, self._draft_caches[0], lambda: self._current)
+
+    def launch(self, batch: Batch) -> DeferredStep:
+        """Begin a step. Sequences are read, never changed."""
+        return DeferredStep(partial(self._run, batch))
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch) -> StepOutput:
+        started = time.perf_counter()
+        self._sampler.free(batch.freed_seq_ids)
+        ordered = sorted(batch.scheduled, key=lambda item: (item.is_chunk, item.seq.slot))
+        step = self._current = self._prepare(batch, ordered)
+        hidden = self._model.forward(step, self._caches, self._states.layers)
+        logits = self._model.logits(hidden[step.logit_rows])
+        results = self._sampler.sample(logits, ordered)
+        if self.proposer is not None:
+            self.proposer.free(batch.freed_seq_ids)
+            rows = ForwardContext(step.token_ids(), step.token_ids(), None, [], step.logit_rows)
+            drafts = self.proposer.propose(ordered, results, rows, hidden)
+            for result, token_ids in zip(results, drafts, strict=True):
+                result.draft_token_ids = token_ids
+        by_id = {item.seq.seq_id: out for item, out in zip(ordered, results, strict=True)}
+        outputs = [by_id[item.seq.seq_id] for item in batch.scheduled]
+        return StepOutput(outputs, time.perf_counter() - started)
+
+    def _prepare(self, batch: Batch, ordered: list[ScheduledSequence]) -> StepInputs:
+        """Bring states to where the step starts, and its inputs to the device."""
+        starts = {item.seq.slot: item.seq.num_computed_tokens for item in ordered}
+        for checkpoint_id, slot in batch.restored:
+            self._states.restore(checkpoint_id, slot, starts[slot])
+        absorbed = self._absorb(ordered)
+        groups, copies = [], []
+        for is_chunks in (False, True):
+            items = [item for item in ordered if item.is_chunk == is_chunks]
+            if items:
+                group = group_of(items, self.model_config.num_kv_heads, self._device, is_chunks)
+                self._bring(group, items, absorbed)
+                groups.append(group)
+                copies += _column_copies(items) if is_chunks else []
+        rows = 0
+        logit_rows: list[int] = []
+        for item in ordered:
+            rows += item.num_scheduled_tokens
+            logit_rows += range(rows - item.num_logits, rows)
+        picked = torch.tensor(logit_rows, dtype=torch.int64, device=self._device)
+        return StepInputs(groups, rows, picked, copies)
+
+    def _bring(
+        self, group: Group, items: list[ScheduledSequence], absorbed: dict[int, int]
+    ) -> None:
+        group.fill(items, self.plan.kv.tail_rows, absorbed)
+        group.upload()
+
+    def _absorb(self, ordered: list[ScheduledSequence]) -> dict[int, int]:
+        """Absorb what must be in the states before the step: all records of chunks, and of short sequences those up
+        to a checkpoint, which is then taken. Returns how many records of a slot are absorbed.
+        """
+        absorbed: dict[int, int] = {}
+        if not self._states.layers:
+            return absorbed
+        chunks = [item for item in ordered if item.is_chunk and item.seq.num_replay_tokens]
+        self._absorb_to([(item, item.seq.num_replay_tokens) for item in chunks], absorbed)
+        for item in ordered:
+            for count, checkpoint_id in [] if item.is_chunk else item.checkpoints:
+                self._absorb_to([(item, count)], absorbed)
+                seq = item.seq
+                position = seq.num_computed_tokens - seq.num_replay_tokens + count
+                for state in self._states.layers:
+                    state.saved_states[checkpoint_id] = state.states[seq.slot].to(
+                        state.saved_states.dtype
+                    )
+                    state.saved_columns[checkpoint_id] = state.columns_before(seq.slot, position)
+        return absorbed
+
+    def _absorb_to(
+        self, targets: list[tuple[ScheduledSequence, int]], absorbed: dict[int, int]
+    ) -> None:
+        """Absorb each item's records up to the given count of them."""
+        if not targets:
+            return
+        integers = []
+        for item, count in targets:
+            seq, done = item.seq, absorbed.get(item.seq.slot, 0)
+            end = seq.num_computed_tokens - seq.num_replay_tokens + count
+            integers.append((seq.slot, end, count - done))
+            absorbed[seq.slot] = count
+        inputs = Group.absorbing(integers, self._device)
+        for layer, state in zip(self._model.recurrent_layers(), self._states.layers, strict=True):
+            layer.absorb(inputs, state)
+
+
+def _column_copies(items: list[ScheduledSequence]) -> list[ColumnCopy]:
+    copies, row = [], 0
+    for item in items:
+        seq = item.seq
+        copies += [
+            ColumnCopy(seq.slot, seq.num_computed_tokens, row, stop, checkpoint_id)
+            for stop, checkpoint_id in item.checkpoints
+        ]
+        row += item.num_scheduled_tokens
+    return copies
