@@ -155,19 +155,24 @@ def _align_kernel(
     tl.store(p_rows + i_first * BLOCK + o_pad, num_rows, mask=o_pad < n_blocks * BLOCK)
 
 
-def align(experts: torch.Tensor, num_experts: int, block: int) -> Alignment:
-    """Sort the rows of `experts` [num_tokens, slots] (ids below num_experts) by expert; see above."""
-    num_rows = experts.numel()
+def unaligned(experts: torch.Tensor, num_experts: int, block: int) -> Alignment:
+    """Room for the alignment of `experts`, for a kernel that works it out itself."""
     assert experts.is_contiguous()
     assert block & (block - 1) == 0
-    capacity = capacity_of(num_rows, num_experts, block)
+    capacity = capacity_of(experts.numel(), num_experts, block)
     rows = torch.empty(capacity, dtype=torch.int32, device=experts.device)
     block_experts = torch.empty(capacity // block, dtype=torch.int32, device=experts.device)
     num_blocks = torch.empty(1, dtype=torch.int32, device=experts.device)
+    return Alignment(rows, block_experts, num_blocks, block)
+
+
+def align(experts: torch.Tensor, num_experts: int, block: int) -> Alignment:
+    """Sort the rows of `experts` [num_tokens, slots] (ids below num_experts) by expert; see above."""
+    order, num_rows = unaligned(experts, num_experts, block), experts.numel()
     chunk = min(2048, max(64, triton.next_power_of_2(num_rows)))
     _align_kernel[(num_experts,)](
-        experts, rows, block_experts, num_blocks, num_rows,
+        experts, order.rows, order.block_experts, order.num_blocks, num_rows,
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block, CHUNK=chunk,
         num_warps=4,
     )  # fmt: skip
-    return Alignment(rows, block_experts, num_blocks, block)
+    return order

@@ -51,6 +51,7 @@ class KernelRunner:
     """Loads a checkpoint and runs steps. Raises ConfigError if it cannot be loaded or nothing fits.
 
     `ops` other than KERNELS, or another device than CUDA, is for tests; without a GPU kv_cache_memory is in bytes.
+    `weights` stand in for the checkpoint's, of which only config.json is then read (bench/launches.py).
     """
 
     def __init__(
@@ -60,13 +61,18 @@ class KernelRunner:
         eos_token_ids: frozenset[int],
         device: torch.device,
         ops: DeviceOps = KERNELS,
+        weights: WeightSource | None = None,
     ) -> None:
         self.model_config = ModelConfig.from_file(checkpoint / "config.json")
         model_config, dtype = self.model_config, _DTYPES[config.dtype]
         self._device, self._ops, self._dtype = device, ops, dtype
-        weights = Weights(checkpoint, dtype, device, model_config.fp8_block)
-        self._model = KernelModel(weights, Setting.of(model_config, ops, dtype, device))
-        weights.finish(KernelModel.ignored_weights)
+        setting = Setting.of(model_config, ops, dtype, device)
+        if weights is None:
+            stored = Weights(checkpoint, dtype, device, model_config.fp8_block)
+            self._model = KernelModel(stored, setting)
+            stored.finish(KernelModel.ignored_weights)
+        else:
+            self._model = KernelModel(weights, setting)
         method = config.speculation
         if method == "auto":
             method = "mtp" if has_mtp(checkpoint, model_config, device) else "ngram"
@@ -143,9 +149,8 @@ class KernelRunner:
         started = time.perf_counter()
         self._sampler.free(batch.freed_seq_ids)
         ordered = sorted(batch.scheduled, key=lambda item: (item.is_chunk, item.seq.slot))
-        step = self._current = self._prepare(batch, ordered)
-        hidden = self._model.forward(step, self._caches, self._states.layers)
-        logits = self._model.logits(hidden[step.logit_rows])
+        hidden, logits = self._forward(batch, ordered)
+        step = self._current
         results = self._sampler.sample(logits, ordered)
         if self.proposer is not None:
             self.proposer.free(batch.freed_seq_ids)
@@ -156,6 +161,14 @@ class KernelRunner:
         by_id = {item.seq.seq_id: out for item, out in zip(ordered, results, strict=True)}
         outputs = [by_id[item.seq.seq_id] for item in batch.scheduled]
         return StepOutput(outputs, time.perf_counter() - started)
+
+    def _forward(
+        self, batch: Batch, ordered: list[ScheduledSequence]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final hidden states of all rows, and the logits to sample from."""
+        step = self._current = self._prepare(batch, ordered)
+        hidden = self._model.forward(step, self._caches, self._states.layers)
+        return hidden, self._model.logits(hidden[step.logit_rows])
 
     def _prepare(self, batch: Batch, ordered: list[ScheduledSequence]) -> StepInputs:
         """Bring states to where the step starts, and its inputs to the device."""

@@ -49,6 +49,18 @@ def test_bfloat16_matches_reference(monkeypatch, num_tokens, hidden):
     assert_close(fused_moe(x, None, chosen, weights, layer), expected, 6e-3)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 7, 60])
+def test_rows_found_by_gate_up_are_those_of_align(monkeypatch, num_tokens):
+    """Several blocks of an expert, experts without rows: the same bits with and without the launch of align."""
+    layer = fp8_layer(6, 128, 64)
+    x, scales = quantize_fp8_ref(torch.randn(num_tokens, 128))
+    chosen, weights = route(torch.randn(num_tokens, 5) + torch.tensor([3.0, 0, -9, 0, 0]), 2)
+    poison_empty(monkeypatch)
+    own = fused_moe(x, scales, chosen, weights, layer)
+    monkeypatch.setattr("netra_kernels.fused_moe.SELF_ALIGNED_ROWS", 0)
+    assert torch.equal(own, fused_moe(x, scales, chosen, weights, layer))
+
+
 def test_result_of_a_token_does_not_depend_on_its_neighbours():
     layer = fp8_layer(3, 128, 64)
     x, scales = quantize_fp8_ref(torch.randn(9, 128))

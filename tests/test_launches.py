@@ -1,0 +1,54 @@
+"""bench/launches.py: what the real runner would launch in a decode step, counted on a device without memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from checkpoints import make_fp8, make_random_qwen
+
+
+@pytest.fixture(scope="module")
+def launches() -> ModuleType:
+    path = Path(__file__).parents[1] / "bench" / "launches.py"
+    spec = importlib.util.spec_from_file_location("launches", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["launches"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launches")
+    plain = make_random_qwen(folder / "plain", linear_key_head_dim=128, linear_value_head_dim=128)
+    return make_fp8(plain, folder / "fp8") / "config.json"
+
+
+def test_layers_take_as_few_launches_as_promised(launches: ModuleType, config_file: Path) -> None:
+    config, found = launches.trace(config_file, launches.Load(4, 3, 640))
+    by_layer = launches.layers(config, found)
+    assert [kind for kind, _ in by_layer] == list(config.layer_types)
+    assert max(len(own) for _, own in by_layer) <= 12
+    names = [launch.name for launch in by_layer[0][1]]
+    assert names.count("_gated_delta_rule_kernel") == 1
+    assert names.index("_gate_up_kernel") == names.index("_down_kernel") - 1
+
+
+def test_costs_follow_the_load(launches: ModuleType, config_file: Path) -> None:
+    """Twice the users: twice the state, twice the history; experts and weights less than twice."""
+    totals = []
+    for users in (4, 8):
+        load = launches.Load(users, 1, 640)
+        config, found = launches.trace(config_file, load)
+        totals.append({x.name: launches.cost(x, config, load)[0] for x in found})
+    for name in ("_gated_delta_rule_kernel", "_history_kernel"):
+        assert totals[1][name] == 2 * totals[0][name] > 0
+    for name in ("_gate_up_kernel", "_fp8_gemm_kernel"):
+        assert totals[0][name] <= totals[1][name] < 2 * totals[0][name]
