@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from netra_backend.batch import Batch, StepOutput
-from netra_backend.block_manager import BlockManager
-from netra_backend.config import EngineConfig, ModelConfig
+from netra_backend.config import EngineConfig
 from netra_backend.cost_model import CostModel
 from netra_backend.errors import EngineError, RequestError
 from netra_backend.live_request import LiveRequest
-from netra_backend.memory_plan import MemoryPlan
 from netra_backend.metrics import Metrics
-from netra_backend.prefix_cache import PrefixCache
-from netra_backend.prefix_reuse import PrefixReuse
 from netra_backend.request import FinishReason, Request, RequestOutput, SamplingParams
+from netra_backend.residence import make_storage
 from netra_backend.scheduler import Scheduler
 from netra_backend.sequence import Sequence
 from netra_backend.spec.controller import DraftController
@@ -126,9 +123,8 @@ class Engine:
         # A thread that has used OpenMP keeps workers, and with more of them than cores none may spin: those
         # of loading end here, and the thread that steps will have the only ones.
         with ThreadPoolExecutor(1) as loader:
-            runner = loader.submit(
-                make_runner, config, checkpoint, tokenizer.eos_token_ids
-            ).result()
+            eos = tokenizer.eos_token_ids
+            runner = loader.submit(make_runner, config, checkpoint, eos).result()
         plan = runner.plan
         logger.info("%s", plan.describe())
         metrics = Metrics(plan.max_model_len)
@@ -136,7 +132,7 @@ class Engine:
         drafts = DraftController.of(
             config, runner.max_draft_tokens, cost_model, metrics, runner.has_draft_cache
         )
-        blocks, prefixes, host = _storage(config, runner.model_config, plan, checkpoint.name)
+        blocks, prefixes, host = make_storage(config, runner.model_config, plan, checkpoint.name)
         scheduler = Scheduler(
             config,
             blocks,
@@ -385,23 +381,3 @@ class Engine:
             seq.first_token_time,
         )
         self._tracer.request(seq.seq_id, arrival, scheduled, first, self._clock(), arguments)
-
-
-def _storage(
-    config: EngineConfig, model: ModelConfig, plan: MemoryPlan, name: str
-) -> tuple[BlockManager, PrefixReuse | None, BlockManager | None]:
-    """Pages and slots of the device, prefix reuse, and pages and slots of the host, as far as there are any."""
-    has_states = model.num_linear_layers > 0
-    cache = host_cache = host = None
-    if config.enable_prefix_caching:
-        cache = PrefixCache(plan.num_checkpoints, has_states)
-        host_cache = PrefixCache(0, needs_checkpoints=False)
-    if plan.num_host_slots:
-        sizes = plan.num_host_pages, plan.num_host_slots
-        host = BlockManager(*sizes, host_cache, plan.num_host_opening_pages)
-    blocks = BlockManager(plan.num_pages, plan.num_slots, cache, plan.num_opening_pages)
-    if cache is None:
-        return blocks, None, host
-    salt = f"{name} {plan.kv.codec}"
-    interval = config.prefix_checkpoint_interval
-    return blocks, PrefixReuse(blocks, cache, salt, interval, has_states), host

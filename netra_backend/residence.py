@@ -12,7 +12,10 @@ from collections.abc import Iterable
 
 from netra_backend.batch import Batch, HostMoves
 from netra_backend.block_manager import BlockManager
+from netra_backend.config import EngineConfig, ModelConfig
+from netra_backend.memory_plan import MemoryPlan
 from netra_backend.metrics import Metrics
+from netra_backend.prefix_cache import PrefixCache
 from netra_backend.prefix_reuse import PrefixReuse
 from netra_backend.sequence import PAGE_SIZE, Sequence
 
@@ -158,3 +161,23 @@ class Residence:
                     index.add_page(keys[place], page)
             pages.append(page)
         return pages
+
+
+def make_storage(
+    config: EngineConfig, model: ModelConfig, plan: MemoryPlan, name: str
+) -> tuple[BlockManager, PrefixReuse | None, BlockManager | None]:
+    """Pages and slots of the device, prefix reuse, and pages and slots of the host, as far as there are any."""
+    has_states = model.num_linear_layers > 0
+    cache = host_cache = host = None
+    if config.enable_prefix_caching:
+        cache = PrefixCache(plan.num_checkpoints, has_states)
+        host_cache = PrefixCache(0, needs_checkpoints=False)
+    if plan.num_host_slots:
+        sizes = plan.num_host_pages, plan.num_host_slots
+        host = BlockManager(*sizes, host_cache, plan.num_host_opening_pages)
+    blocks = BlockManager(plan.num_pages, plan.num_slots, cache, plan.num_opening_pages)
+    if cache is None:
+        return blocks, None, host
+    salt = f"{name} {plan.kv.codec}"
+    interval = config.prefix_checkpoint_interval
+    return blocks, PrefixReuse(blocks, cache, salt, interval, has_states), host

@@ -114,6 +114,20 @@ def test_fp8_shapes_that_the_kernels_cannot_take_are_refused(qwen: Path, tmp_pat
         make_kernel_runner(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"speculation": "dflash"}, "on a GPU use one of"),
+        ({"host_cache_memory": "1GiB"}, "do not move to the host"),
+    ],
+)
+def test_what_only_a_cpu_does_is_refused(
+    qwen: Path, knobs: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_kernel_runner(qwen, **knobs)
+
+
 def _engine(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, *, kernels: bool, **knobs: object
 ) -> Engine:

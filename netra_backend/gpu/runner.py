@@ -76,6 +76,16 @@ class KernelRunner:
         method = config.speculation
         if method == "auto":
             method = "mtp" if has_mtp(checkpoint, model_config, device) else "ngram"
+        if method not in _DEFAULT_DRAFTS or config.drafter_checkpoint:
+            raise ConfigError(
+                f"speculation={method!r}, drafter_checkpoint={config.drafter_checkpoint!r}: draft models of "
+                f"their own run on a CPU only so far; on a GPU use one of {', '.join(_DEFAULT_DRAFTS)}"
+            )
+        if config.host_cache_bytes(1):
+            raise ConfigError(
+                f"host_cache_memory={config.host_cache_memory!r}: the kernels' rings do not move to the host "
+                "yet; set it to 0"
+            )
         self.max_draft_tokens = (
             0 if method == "none" else config.num_draft_tokens or _DEFAULT_DRAFTS[method]
         )
