@@ -108,9 +108,12 @@ def _with_history(
         return merge(codec.restore(out).to(rows.dtype), lse, tail_out, tail_lse)
     view = slice(work.first, work.last) if work.first >= 0 else work.page_ids
     pages = cache.pages[view].unsqueeze(1)
-    readers = queries[work.owner] if len(rows) > 1 else queries.expand(len(pages), -1, -1, -1)
+    many = rows.shape[0] > 1
+    readers = (
+        queries.index_select(0, work.owner) if many else queries.expand(len(pages), -1, -1, -1)
+    )
     page_out, page_lse = codec.attend(readers, pages)
-    if len(rows) == 1 and len(page_lse) == work.gather.shape[1] - 1:
+    if not many and page_lse.shape[0] == work.gather.shape[1] - 1:
         weights = torch.softmax(torch.cat((tail_lse, page_lse)), 0).unsqueeze(-1)
         tail_weight, page_weights = weights.split((1, len(page_lse)))
         history = (page_out * page_weights).sum(0, keepdim=True)
@@ -119,8 +122,9 @@ def _with_history(
     lse = torch.cat((tail_lse, page_lse))[work.gather]
     lse.masked_fill_(work.absent[:, :, None, None], float("-inf"))
     weights = torch.softmax(lse, 1).unsqueeze(-1)
-    parts = torch.cat((tail_out, page_out))[work.gather[:, 1:]]
-    history = codec.restore((parts * weights[:, 1:]).sum(1))
+    chosen = work.gather[:, 1:]
+    parts = torch.cat((tail_out, page_out)).index_select(0, chosen.flatten())
+    history = codec.restore((parts.unflatten(0, chosen.shape) * weights[:, 1:]).sum(1))
     return _add_tail(history, tail_out, weights[:, 0])
 
 
