@@ -316,9 +316,8 @@ def plan_memory(
     checkpoint_element_bytes: int = _FLOAT32_BYTES,
     slots: SlotLayout | None = None,
 ) -> MemoryPlan:
-    """Split `budget_bytes`: slots and checkpoints first, pages from the rest, never more than slots can use.
-
-    `slots` defaults to `slot_layout`.
+    """Split `budget_bytes`: slots (`slot_layout`'s by default) and checkpoints first, pages from the rest, never
+    more than slots can use.
 
     `max_model_len` 0 means the model's own limit, lowered to what fits. Raises ConfigError that says what
     to lower when not even one conversation fits.
@@ -328,6 +327,7 @@ def plan_memory(
         raise ConfigError(
             f"max_model_len={max_model_len}: the model was made for {model.max_position_embeddings} positions"
         )
+    slots = slots or slot_layout(model, max_draft_tokens)
     layers, drafts = model.num_attention_layers, kv.num_draft_layers
     drafter = kv.draft_shapes(model)
     draft_page = draft_tail = 0
@@ -345,12 +345,7 @@ def plan_memory(
         max_model_len=wanted_len,
         page_bytes=page,
         tail_bytes=tail,
-        state_bytes=state_bytes(
-            model,
-            slots or slot_layout(model, max_draft_tokens),
-            element_bytes,
-            state_element_bytes,
-        ),
+        state_bytes=state_bytes(model, slots, element_bytes, state_element_bytes),
         budget_bytes=budget_bytes,
         kv=kv,
         num_checkpoints=num_checkpoints,

@@ -16,6 +16,7 @@ from netra_backend.gpu.layers import KernelCache
 from netra_backend.gpu.models import KernelModel, KernelMtpHead
 from netra_backend.gpu.step_inputs import Group, GroupShape, StepInputs, num_splits
 from netra_backend.sequence import PAGE_SIZE
+from netra_backend.spec.proposer import computed_after, following_tokens
 
 
 class KernelMtpProposer:
@@ -43,7 +44,7 @@ class KernelMtpProposer:
         """See Proposer. Drafts are the layer's most likely tokens."""
         step = self._current()
         following = [
-            t for item, out in zip(items, outputs, strict=True) for t in _following(item, out)
+            t for item, out in zip(items, outputs, strict=True) for t in following_tokens(item, out)
         ]
         following += [0] * (len(hidden) - len(following))
         ids = torch.tensor(following, dtype=torch.int32, device=hidden.device)
@@ -89,7 +90,7 @@ class KernelMtpProposer:
         group = Group(
             GroupShape(count, count, 1, 0, most, splits), self._cache.tails.device, is_chunks=False
         )
-        positions = [_computed_after(item, output) for item, output in sequences]
+        positions = [computed_after(item, output) for item, output in sequences]
         tails = [at - PAGE_SIZE * len(table) for at, table in zip(positions, tables, strict=True)]
         slots = [item.seq.slot for item, _ in sequences]
         group.fill_rows(slots, positions, tails, tables, self._cache.tails.shape[3])
@@ -98,18 +99,3 @@ class KernelMtpProposer:
 
     def free(self, seq_ids: Iterable[int]) -> None:
         """Nothing is kept outside the KV cache."""
-
-
-def _following(item: ScheduledSequence, output: SequenceOutput) -> list[int]:
-    """The token after each of the item's rows; anything after a rejected draft."""
-    seq, count = item.seq, item.num_scheduled_tokens
-    if not item.is_chunk:
-        return output.token_ids + [0] * (count - len(output.token_ids))
-    start = seq.num_computed_tokens + 1
-    return seq.token_ids[start : start + count] + output.token_ids
-
-
-def _computed_after(item: ScheduledSequence, output: SequenceOutput) -> int:
-    """The sequence's num_computed_tokens once the step is applied."""
-    rows = item.num_scheduled_tokens if item.is_chunk else 1 + output.num_accepted_tokens
-    return item.seq.num_computed_tokens + rows

@@ -26,7 +26,7 @@ from netra_backend.cache.kv_cache import LayerCache
 from netra_backend.forward_context import ForwardContext, draft_context, draft_pages
 from netra_backend.spec.eagle3 import Eagle3Head
 from netra_backend.spec.mtp import MtpHead
-from netra_backend.spec.proposer import computed_after
+from netra_backend.spec.proposer import computed_after, following_tokens
 
 
 class ChainProposer:
@@ -51,7 +51,7 @@ class ChainProposer:
                 accepted = output.num_accepted_tokens
                 row = item.num_scheduled_tokens - 1 if item.is_chunk else accepted
                 live.append((item.seq.slot, index, len(following) + row))
-            following += _following_tokens(item, output)
+            following += following_tokens(item, output)
         ids = torch.tensor(following, dtype=torch.int64, device=hidden.device)
         short = (
             context.short
@@ -109,12 +109,3 @@ class ChainProposer:
 
     def free(self, seq_ids: Iterable[int]) -> None:
         """Nothing is kept outside the KV cache."""
-
-
-def _following_tokens(item: ScheduledSequence, output: SequenceOutput) -> list[int]:
-    """The token after each of the item's rows; anything after a rejected draft."""
-    seq, count = item.seq, item.num_scheduled_tokens
-    if not item.is_chunk:
-        return output.token_ids + [0] * (count - len(output.token_ids))
-    start = seq.num_computed_tokens + 1
-    return seq.token_ids[start : start + count] + output.token_ids

@@ -73,3 +73,12 @@ def computed_after(item: ScheduledSequence, output: SequenceOutput) -> int:
     """The sequence's num_computed_tokens once the step is applied."""
     rows = item.num_scheduled_tokens if item.is_chunk else 1 + output.num_accepted_tokens
     return item.seq.num_computed_tokens + rows
+
+
+def following_tokens(item: ScheduledSequence, output: SequenceOutput) -> list[int]:
+    """The token after each of the item's rows; anything after a rejected draft."""
+    seq, count = item.seq, item.num_scheduled_tokens
+    if not item.is_chunk:
+        return output.token_ids + [0] * (count - len(output.token_ids))
+    start = seq.num_computed_tokens + 1
+    return seq.token_ids[start : start + count] + output.token_ids
