@@ -14,6 +14,7 @@ from netra_backend.batch import Batch
 from netra_backend.config import ModelConfig
 
 _NUM_WEIGHTS = 9
+_NO_LIMIT = 2**30
 
 _BUCKETS_PER_OCTAVE = 8
 _NUM_BUCKETS = 1 + 20 * _BUCKETS_PER_OCTAVE
@@ -90,11 +91,11 @@ class StepShape:
         self.prompt_rows += rows
         self.attention_pairs += rows * context + rows * (rows + 1) // 2
 
-    def features(self) -> tuple[int, int, int, int, int, int, int, int]:
-        """What the weights multiply, but for experts."""
+    def features(self, most_passes: int) -> tuple[int, int, int, int, int, int, int, int]:
+        """What the weights multiply, but for experts; drafting takes `most_passes` at most."""
         return (1, self.decode_rows, self.prompt_rows,
                 self.context_tokens, self.attention_pairs, self.logits_rows,
-                self.draft_passes, self.draft_rows)  # fmt: skip
+                min(self.draft_passes, most_passes), self.draft_rows)  # fmt: skip
 
 
 class CostModel:
@@ -104,7 +105,8 @@ class CostModel:
     The normal equations are kept (9 x 9). Each sweep clamps weights at zero and is damped towards
     the weights of before, so what recent steps say nothing about keeps its value. Relative errors
     weigh a 5 ms step like a 500 ms one. A mixture of experts reads the more of `num_experts` the
-    more rows there are, as if each row chose `experts_per_token` at random; 0 for a dense model.
+    more rows there are, as if each row chose `experts_per_token` at random; 0 for a dense model. A drafter that
+    `drafts_in_blocks` makes any number of drafts in one pass.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class CostModel:
         memory_steps: int = 1000,
         num_experts: int = 0,
         experts_per_token: int = 0,
+        drafts_in_blocks: bool = False,
     ) -> None:
+        self._most_passes = 1 if drafts_in_blocks else _NO_LIMIT
         self._num_experts = num_experts
         self._unchosen = 1.0 - experts_per_token / num_experts if num_experts else 1.0
         self._weights = (cost or StepCost()).weights()
@@ -126,9 +130,13 @@ class CostModel:
         self._num_seen = [0] * _NUM_BUCKETS
 
     @classmethod
-    def of(cls, model: ModelConfig) -> CostModel:
+    def of(cls, model: ModelConfig, drafts_in_blocks: bool = False) -> CostModel:
         """One that knows the experts of `model`."""
-        return cls(num_experts=model.num_experts, experts_per_token=model.num_experts_per_tok)
+        return cls(
+            num_experts=model.num_experts,
+            experts_per_token=model.num_experts_per_tok,
+            drafts_in_blocks=drafts_in_blocks,
+        )
 
     def seconds(self, shape: StepShape) -> float:
         """Predicted duration of a step."""
@@ -143,7 +151,10 @@ class CostModel:
 
     def _features(self, shape: StepShape) -> tuple[float, ...]:
         num_rows = shape.decode_rows + shape.prompt_rows
-        return (*shape.features(), self._num_experts * (1.0 - self._unchosen**num_rows))
+        return (
+            *shape.features(self._most_passes),
+            self._num_experts * (1.0 - self._unchosen**num_rows),
+        )
 
     def prompt_seconds(self, num_tokens: int, context: int = 0) -> float:
         """What computing `num_tokens` prompt tokens behind `context` adds to steps."""

@@ -128,7 +128,7 @@ class Engine:
         plan = runner.plan
         logger.info("%s", plan.describe())
         metrics = Metrics(plan.max_model_len)
-        cost_model = CostModel.of(runner.model_config)
+        cost_model = CostModel.of(runner.model_config, runner.drafts_in_blocks)
         drafts = DraftController.of(
             config, runner.max_draft_tokens, cost_model, metrics, runner.has_draft_cache
         )

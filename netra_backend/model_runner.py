@@ -70,6 +70,7 @@ class ModelRunner:
         drafts = plan_drafts(config, checkpoint, self.model_config, self._device)
         self.max_draft_tokens = drafts.max_draft_tokens
         self.has_draft_cache = drafts.has_cache
+        self.drafts_in_blocks = drafts.model_method == "dflash"
         self.tap_places = drafts.tap_places
         state_dtype = _DTYPES[config.state_dtype]
         codec = choose_codec(config, self.model_config, self._device)

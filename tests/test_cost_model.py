@@ -123,3 +123,12 @@ def test_one_step_that_waited_changes_a_correction_little() -> None:
         model.observe(shape, 1e-2)
     model.observe(shape, 10.0)
     assert model.decode_seconds(shape) == pytest.approx(1e-2, rel=0.05)
+
+
+def test_a_block_drafter_pays_for_one_pass_however_many_drafts() -> None:
+    cost = StepCost(draft_pass=1.0, draft_row=0.0)
+    chain, block = CostModel(cost), CostModel(cost, drafts_in_blocks=True)
+    none, one, eight = (StepShape(decode_rows=1, draft_passes=k, draft_rows=k) for k in (0, 1, 8))
+    assert chain.seconds(eight) - chain.seconds(none) == pytest.approx(8.0)
+    assert block.seconds(eight) == block.seconds(one)
+    assert block.seconds(one) - block.seconds(none) == pytest.approx(1.0)

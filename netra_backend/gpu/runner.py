@@ -90,6 +90,7 @@ class KernelRunner:
             0 if method == "none" else config.num_draft_tokens or _DEFAULT_DRAFTS[method]
         )
         self.has_draft_cache = "mtp" in method
+        self.drafts_in_blocks = False
         self._allocate(config)
         self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device)
         self._current = StepInputs([], 0, torch.empty(0, dtype=torch.int64))
