@@ -143,10 +143,9 @@ def _parse() -> argparse.Namespace:
         "--draft-codec", choices=list(FORMATS), help="default: the codec, at least 8 bits"
     )
     parser.add_argument(
-        "--no-openings",
-        dest="openings",
-        action="store_false",
-        help="first pages like all others, as on a GPU",
+        "--openings",
+        action="store_true",
+        help="first pages of a codec of their own where it has one, as on a CPU",
     )
     parser.add_argument(
         "--num-draft-tokens", type=int, default=0, help="drafts a step: tail rows and records"
