@@ -41,7 +41,7 @@ _OPENINGS_PER_SLOT = 4
 _CHECKPOINTS_PER_SEQUENCE = 4
 """A running conversation keeps its prompt's end and its answer's newest page; the others are history."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,17 @@ class DeferredStep:
 
 
 class ModelRunner:
-    """Loads a checkpoint and runs steps. Raises ConfigError if it cannot be loaded or nothing fits."""
+    """Loads a checkpoint and runs steps on a CPU; runners.py chooses the device. Raises ConfigError if the checkpoint
+    cannot be loaded or nothing fits.
+    """
 
     def __init__(
         self, config: EngineConfig, checkpoint: Path, eos_token_ids: frozenset[int]
     ) -> None:
-        self._device = _device(config)
-        dtype = _compute_dtype(config, self._device)
-        if self._device.type == "cpu":
-            torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        self._device = torch.device("cpu")
+        # float32: most CPUs have no native 16-bit products (measured 20 times slower), and it is exact.
+        dtype = torch.float32 if config.dtype == "auto" else DTYPES[config.dtype]
+        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.model_config = ModelConfig.from_file(checkpoint / "config.json")
         self._model = load_model(checkpoint, self.model_config, dtype, self._device)
         drafts = plan_drafts(config, checkpoint, self.model_config, self._device)
@@ -72,27 +74,26 @@ class ModelRunner:
         self.has_draft_cache = drafts.has_cache
         self.drafts_in_blocks = drafts.model_method == "dflash"
         self.tap_places = drafts.tap_places
-        state_dtype = _DTYPES[config.state_dtype]
+        state_dtype = DTYPES[config.state_dtype]
+        available = _available_bytes()
         codec = choose_codec(config, self.model_config, self._device)
         self.plan: MemoryPlan = plan_memory(
             self.model_config,
-            budget_bytes=config.kv_cache_bytes(_available_bytes(self._device)),
+            budget_bytes=config.kv_cache_bytes(available),
             num_slots=config.max_num_seqs,
             max_model_len=config.max_model_len,
             element_bytes=dtype.itemsize,
             state_element_bytes=state_dtype.itemsize,
             max_draft_tokens=self.max_draft_tokens,
-            num_checkpoints=self._num_checkpoints(config),
-            checkpoint_element_bytes=_DTYPES[config.prefix_checkpoint_dtype].itemsize,
+            num_checkpoints=num_checkpoints(config, self.model_config),
+            checkpoint_element_bytes=DTYPES[config.prefix_checkpoint_dtype].itemsize,
             kv=replace(
                 drafts.kv_layout(codec),
-                # The kernels read pages of one format per layer.
-                opening_codec="" if self._device.type == "cuda" else opening_codec(codec),
+                opening_codec=opening_codec(codec),
                 openings_per_slot=_OPENINGS_PER_SLOT if config.enable_prefix_caching else 1,
             ),
         )
-        host_bytes = config.host_cache_bytes(_available_bytes(torch.device("cpu")))
-        self.plan = plan_host(self.plan, host_bytes)
+        self.plan = plan_host(self.plan, config.host_cache_bytes(available))
         layout = slot_layout(self.model_config, self.max_draft_tokens)
         self._cache = KVCache(self.model_config, self.plan, dtype, self._device)
         self._states = StatePool(
@@ -101,7 +102,7 @@ class ModelRunner:
             layout,
             dtype,
             state_dtype,
-            _DTYPES[config.prefix_checkpoint_dtype],
+            DTYPES[config.prefix_checkpoint_dtype],
             self._device,
         )
         slot_pools = self._cache.slot_pools + self._states.slot_pools
@@ -119,11 +120,6 @@ class ModelRunner:
             dtype,
             self._device,
         )
-
-    def _num_checkpoints(self, config: EngineConfig) -> int:
-        if not config.enable_prefix_caching or not self.model_config.num_linear_layers:
-            return 0
-        return config.num_prefix_checkpoints or _CHECKPOINTS_PER_SEQUENCE * config.max_num_seqs
 
     def launch(self, batch: Batch) -> DeferredStep:
         """Begin a step. Sequences are read, never changed."""
@@ -144,8 +140,7 @@ class ModelRunner:
             drafts = self.proposer.propose(ordered, results, context, heard)
             for result, token_ids in zip(results, drafts, strict=True):
                 result.draft_token_ids = token_ids
-        by_id = {item.seq.seq_id: out for item, out in zip(ordered, results, strict=True)}
-        outputs = [by_id[item.seq.seq_id] for item in batch.scheduled]
+        outputs = in_batch_order(batch, ordered, results)
         return StepOutput(outputs, time.perf_counter() - started)
 
     def _prepare_storage(self, batch: Batch) -> None:
@@ -174,25 +169,23 @@ class ModelRunner:
         return self._sampler.sample(self._model.logits(hidden[logit_rows]), items)
 
 
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': no CUDA device is visible; use device=cpu or auto")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+def num_checkpoints(config: EngineConfig, model: ModelConfig) -> int:
+    """Checkpoints of recurrent states that prefix reuse keeps."""
+    if not config.enable_prefix_caching or not model.num_linear_layers:
+        return 0
+    return config.num_prefix_checkpoints or _CHECKPOINTS_PER_SEQUENCE * config.max_num_seqs
 
 
-def _compute_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """float32 on a CPU: most have no native 16-bit products (measured 20 times slower), and it is exact."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return _DTYPES[config.dtype]
+def in_batch_order(
+    batch: Batch, ordered: list[ScheduledSequence], results: list[SequenceOutput]
+) -> list[SequenceOutput]:
+    """`results` of the items `ordered`, as `batch` lists its items."""
+    by_id = {item.seq.seq_id: result for item, result in zip(ordered, results, strict=True)}
+    return [by_id[item.seq.seq_id] for item in batch.scheduled]
 
 
-def _available_bytes(device: torch.device) -> int:
+def _available_bytes() -> int:
     """Bytes free for the pools once the weights are loaded."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -119,6 +119,7 @@ def test_fp8_shapes_that_the_kernels_cannot_take_are_refused(qwen: Path, tmp_pat
     [
         ({"speculation": "dflash"}, "on a GPU use one of"),
         ({"host_cache_memory": "1GiB"}, "do not move to the host"),
+        ({"host_cache_memory": "0.5"}, "do not move to the host"),
     ],
 )
 def test_what_only_a_cpu_does_is_refused(

@@ -33,18 +33,15 @@ from netra_backend.memory_plan import (
     ring_layout,
     tail_rows,
 )
-from netra_backend.model_runner import DeferredStep
+from netra_backend.model_runner import DTYPES, DeferredStep, in_batch_order, num_checkpoints
 from netra_backend.models.weights import Weights
 from netra_backend.sampler import Sampler
-from netra_backend.spec.mtp import has_mtp
+from netra_backend.spec.drafting import LOOKUP_BEFORE_MODEL, DraftPlan, plan_drafts
 from netra_backend.spec.ngram import NgramProposer
 from netra_backend.spec.proposer import LookupFirst, Proposer
 from netra_kernels.kv_codec import page_layout
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16}
-_DEFAULT_DRAFTS = {"none": 0, "ngram": 8, "mtp": 4, "ngram+mtp": 4}
-_LOOKUP_BEFORE_MODEL = 4  # see model_runner.py
-_CHECKPOINTS_PER_SEQUENCE = 4  # see model_runner.py
+_METHODS = ("auto", "none", "ngram", "mtp", "ngram+mtp")
 
 
 class KernelRunner:
@@ -63,8 +60,10 @@ class KernelRunner:
         ops: DeviceOps = KERNELS,
         weights: WeightSource | None = None,
     ) -> None:
+        _refuse_what_a_cpu_does(config)
         self.model_config = ModelConfig.from_file(checkpoint / "config.json")
-        model_config, dtype = self.model_config, _DTYPES[config.dtype]
+        model_config = self.model_config
+        dtype = torch.bfloat16 if config.dtype == "auto" else DTYPES[config.dtype]
         self._device, self._ops, self._dtype = device, ops, dtype
         setting = Setting.of(model_config, ops, dtype, device)
         if weights is None:
@@ -73,40 +72,22 @@ class KernelRunner:
             stored.finish(KernelModel.ignored_weights)
         else:
             self._model = KernelModel(weights, setting)
-        method = config.speculation
-        if method == "auto":
-            method = "mtp" if has_mtp(checkpoint, model_config, device) else "ngram"
-        if method not in _DEFAULT_DRAFTS or config.drafter_checkpoint:
-            raise ConfigError(
-                f"speculation={method!r}, drafter_checkpoint={config.drafter_checkpoint!r}: draft models of "
-                f"their own run on a CPU only so far; on a GPU use one of {', '.join(_DEFAULT_DRAFTS)}"
-            )
-        if config.host_cache_bytes(1):
-            raise ConfigError(
-                f"host_cache_memory={config.host_cache_memory!r}: the kernels' rings do not move to the host "
-                "yet; set it to 0"
-            )
-        self.max_draft_tokens = (
-            0 if method == "none" else config.num_draft_tokens or _DEFAULT_DRAFTS[method]
-        )
-        self.has_draft_cache = "mtp" in method
+        drafts = plan_drafts(config, checkpoint, model_config, device)
+        self.max_draft_tokens = drafts.max_draft_tokens
+        self.has_draft_cache = drafts.has_cache
         self.drafts_in_blocks = False
         self._allocate(config)
         self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device)
         self._current = StepInputs([], 0, torch.empty(0, dtype=torch.int64))
-        self.proposer = self._make_proposer(method, checkpoint)
+        self.proposer = self._make_proposer(drafts, checkpoint)
 
     def _allocate(self, config: EngineConfig) -> None:
         """Split the memory and make the pools."""
         model, drafts = self.model_config, self.max_draft_tokens
-        state_dtype = _DTYPES[config.state_dtype]
-        saved_dtype = _DTYPES[config.prefix_checkpoint_dtype]
+        state_dtype = DTYPES[config.state_dtype]
+        saved_dtype = DTYPES[config.prefix_checkpoint_dtype]
         codec = choose_codec(config, model, self._device)
         layout = ring_layout(model, drafts)
-        reuses = config.enable_prefix_caching and model.num_linear_layers > 0
-        checkpoints = (
-            config.num_prefix_checkpoints or _CHECKPOINTS_PER_SEQUENCE * config.max_num_seqs
-        )
         draft_layers = int(self.has_draft_cache)
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
         self.plan: MemoryPlan = plan_memory(
@@ -117,7 +98,7 @@ class KernelRunner:
             element_bytes=self._dtype.itemsize,
             state_element_bytes=state_dtype.itemsize,
             max_draft_tokens=drafts,
-            num_checkpoints=checkpoints if reuses else 0,
+            num_checkpoints=num_checkpoints(config, model),
             checkpoint_element_bytes=saved_dtype.itemsize,
             kv=KVLayout(codec, tail_rows(2 * drafts), draft_layers, draft_codec(codec)),
             slots=layout,
@@ -131,21 +112,17 @@ class KernelRunner:
             model, self.plan, layout, self._dtype, state_dtype, saved_dtype, self._device
         )
 
-    def _make_proposer(self, method: str, checkpoint: Path) -> Proposer | None:
-        if method == "none":
-            return None
-        if method == "ngram":
-            return NgramProposer()
+    def _make_proposer(self, drafts: DraftPlan, checkpoint: Path) -> Proposer | None:
+        if not drafts.has_cache:
+            return NgramProposer() if drafts.with_lookup else None
         weights = Weights(checkpoint, self._dtype, self._device, self.model_config.fp8_block)
         if self.model_config.num_mtp_layers != 1:
             raise ConfigError(
-                f"speculation={method!r}: the checkpoint has {self.model_config.num_mtp_layers} MTP layers"
+                f"speculation='mtp': the checkpoint has {self.model_config.num_mtp_layers} MTP layers"
             )
         mtp = self._mtp_proposer(weights)
         weights.finish(("model.", "lm_head.", "visual."))
-        if method == "mtp":
-            return mtp
-        return LookupFirst(NgramProposer(_LOOKUP_BEFORE_MODEL), mtp)
+        return LookupFirst(NgramProposer(LOOKUP_BEFORE_MODEL), mtp) if drafts.with_lookup else mtp
 
     def _mtp_proposer(self, weights: WeightSource) -> KernelMtpProposer:
         head = KernelMtpHead(weights, self._model)
@@ -169,8 +146,7 @@ class KernelRunner:
             drafts = self.proposer.propose(ordered, results, rows, hidden)
             for result, token_ids in zip(results, drafts, strict=True):
                 result.draft_token_ids = token_ids
-        by_id = {item.seq.seq_id: out for item, out in zip(ordered, results, strict=True)}
-        outputs = [by_id[item.seq.seq_id] for item in batch.scheduled]
+        outputs = in_batch_order(batch, ordered, results)
         return StepOutput(outputs, time.perf_counter() - started)
 
     def _forward(
@@ -245,6 +221,20 @@ class KernelRunner:
         inputs = Group.absorbing(integers, self._device)
         for layer, state in zip(self._model.recurrent_layers(), self._states.layers, strict=True):
             layer.absorb(inputs, state)
+
+
+def _refuse_what_a_cpu_does(config: EngineConfig) -> None:
+    """Raise ConfigError for knobs that only the torch runner has, before weights take their minutes."""
+    if config.speculation not in _METHODS or config.drafter_checkpoint:
+        raise ConfigError(
+            f"speculation={config.speculation!r}, drafter_checkpoint={config.drafter_checkpoint!r}: draft "
+            f"models of their own run on a CPU only so far; on a GPU use one of {', '.join(_METHODS)}"
+        )
+    if config.host_cache_bytes(2**40):
+        raise ConfigError(
+            f"host_cache_memory={config.host_cache_memory!r}: the kernels' rings do not move to the host "
+            "yet; set it to 0"
+        )
 
 
 def _column_copies(items: list[ScheduledSequence]) -> list[ColumnCopy]:

@@ -27,7 +27,7 @@ from netra_backend.spec.proposer import LookupFirst, Proposer
 
 _DEFAULT_DRAFTS = {"ngram": 8, "mtp": 4, "eagle3": 4}
 
-_LOOKUP_BEFORE_MODEL = 4
+LOOKUP_BEFORE_MODEL = 4
 """Tokens of agreement from which a lookup is trusted more than a draft model (2.84 tokens a step with 4 drafts
 on random excerpts of the standard library, 2.17 with MTP alone, 2.26 with lookups alone; small checkpoint).
 """
@@ -141,7 +141,7 @@ def make_proposer(
         max_len = max_model_len + MAX_BLOCK_SIZE + 1
         proposer = _load_drafter(plan.directory, plan.drafter, model, cache, max_len, dtype, device)
     if plan.with_lookup:
-        return LookupFirst(NgramProposer(_LOOKUP_BEFORE_MODEL), proposer)
+        return LookupFirst(NgramProposer(LOOKUP_BEFORE_MODEL), proposer)
     return proposer
 
 
