@@ -68,21 +68,18 @@ def _prompts(checkpoint: Path) -> Expected:
 
 def _expected(checkpoint: Path, prompts: Expected) -> Expected:
     """The greedy continuation of each prompt while it is certain."""
-    model = Reference(checkpoint).model
+    reference = Reference(checkpoint)
     answers = []
     for prompt in prompts:
-        token_ids = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            do_sample=False,
-            max_new_tokens=NUM_TOKENS,
-        )[0]
+        answer = reference.generate(prompt, NUM_TOKENS)
         with torch.inference_mode():
-            logits = model(token_ids[None]).logits[0, len(prompt) - 1 : -1]
+            logits = reference.model(torch.tensor([prompt + answer])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         best = logits.topk(2).values
         unsure = (best[:, 0] - best[:, 1] < MARGIN).nonzero()
         certain = int(unsure[0]) if len(unsure) else NUM_TOKENS
-        answers.append(token_ids[len(prompt) :][:certain].tolist())
+        answers.append(answer[:certain])
     assert sum(map(len, answers)) > 0.9 * NUM_TOKENS * len(prompts), "hardly anything to compare"
     return answers
 
