@@ -25,8 +25,8 @@ __all__ = [
     "silu_and_mul",
 ]
 
-# float32, 2 threads, 30 matrices of each of SmolLM2's shapes (bench/gemm.py). Up to a few rows a product is bound
-# by reading the weights: halves beat float32 by 1.3-1.5x at 1 row and 1.6x at 8; at 256 rows they lose by 1.2x.
+# bench/gemm.py, 2 threads. Up to a few rows a product is bound by reading the weights: halves beat the better float32
+# layout 1.4-1.7x at 1 row and 1.5-1.7x at 8; at 32 it is 0.8-1.3x, at 512 0.8-1.1x.
 _MAX_HALF_ROWS = 128
 _MIN_PACKED_ROWS = 4
 
