@@ -4,7 +4,7 @@
 
 Products stream their weights from memory, as a model does: each call takes the next of enough equal
 matrices that no cache holds them all. Beside plain `linear` it times the same product with weights
-packed once: for oneDNN, and as halves for FBGEMM (float32 inside). Knows no model; the shapes are two
+packed once: for oneDNN, for MKL, and as halves for FBGEMM (float32 inside). Knows no model; the shapes are two
 of SmolLM2-135M and a large square.
 """
 
@@ -39,7 +39,7 @@ _BUFFER_BYTES = 2**28
 _COLD_BYTES = 2**28
 """More than the last-level cache of the machines at hand (105 MB)."""
 
-Weight = torch.Tensor | torch.ScriptObject
+Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | torch.ScriptObject
 Product = Callable[[torch.Tensor, Any], torch.Tensor]
 Pack = Callable[[torch.Tensor, int], Weight]
 
@@ -82,6 +82,19 @@ def pack_onednn(weight: torch.Tensor, rows: int) -> torch.Tensor:
     return packed
 
 
+def mkl(x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The same with a weight from `pack_mkl`."""
+    packed, shape_of = weight
+    result: torch.Tensor = torch.ops.mkl._mkl_linear(x, packed, shape_of, None, x.shape[0])
+    return result
+
+
+def pack_mkl(weight: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """MKL's layout, as netra_backend.ops.Linear makes it for any number of rows; and a tensor of the weight's shape."""
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, 512)
+    return packed, weight.new_empty(1).expand(weight.shape)
+
+
 def fbgemm(x: torch.Tensor, weight: torch.ScriptObject) -> torch.Tensor:
     """The same with a weight from `pack_halves`."""
     result: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, weight)
@@ -109,6 +122,7 @@ def product_seconds(
 PRODUCTS: dict[str, tuple[Product, Pack | None]] = {
     "plain": (plain, None),
     "oneDNN packed": (onednn, pack_onednn),
+    "MKL packed": (mkl, pack_mkl),
     "FBGEMM halves": (fbgemm, pack_halves),
 }
 

@@ -25,28 +25,32 @@ __all__ = [
     "silu_and_mul",
 ]
 
-# bench/gemm.py, 2 threads. Up to a few rows a product is bound by reading the weights: halves beat the better float32
-# layout 1.4-1.7x at 1 row and 1.5-1.7x at 8; at 32 it is 0.8-1.3x, at 512 0.8-1.1x.
-_MAX_HALF_ROWS = 128
-_MIN_PACKED_ROWS = 4
+# bench/gemm.py, 2 threads: up to here halves beat packed float32, 1.3 times at 8 rows and equal at 32.
+_MAX_HALF_ROWS = 32
+
+_PACKED_FOR_ROWS = 512
+"""MKL may choose the layout by a number of rows; it computes any number with it. Long chunks gain the most."""
 
 
 class Linear:
     """y = x W^T for W [out_features, in_features], x [num_tokens, in_features].
 
-    On a CPU float32 weights are packed for the library that is fastest at a number of rows: as halves for FBGEMM,
-    where every weight is one exactly (the products and sums stay float32), and as float32 blocks for oneDNN.
+    On a CPU float32 weights are packed once: by MKL, and for few rows, where reading them is what takes time, as halves
+    for FBGEMM if every weight is one exactly (the products and sums stay float32).
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._weight: torch.Tensor | None = weight
+        self._weight = weight
         self._packed: torch.Tensor | None = None
         self._halves: torch.ScriptObject | None = None
-        if weight.device.type == "cpu" and weight.dtype == torch.float32:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
-            if torch.equal(weight.half().float(), weight):
-                self._halves = torch.ops.quantized.linear_prepack_fp16(weight, None)
-                self._weight = None
+        if weight.device.type != "cpu" or weight.dtype != torch.float32:
+            return
+        if torch.equal(weight.half().float(), weight):
+            self._halves = torch.ops.quantized.linear_prepack_fp16(weight, None)
+        if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+            pack = torch.ops.mkl._mkl_reorder_linear_weight
+            self._packed = pack(weight.contiguous(), _PACKED_FOR_ROWS)
+            self._weight = weight.new_empty(1).expand(weight.shape)  # only its shape is asked for
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T, plus `residual` [num_tokens, out_features] if it is given."""
@@ -54,18 +58,14 @@ class Linear:
         num_rows = x.shape[0]
         if self._halves is not None and num_rows <= _MAX_HALF_ROWS:
             result = torch.ops.quantized.linear_dynamic_fp16(x, self._halves)
-            return result if residual is None else result.add_(residual)
-        if self._weight is not None and (self._packed is None or num_rows < _MIN_PACKED_ROWS):
-            if residual is None:
-                return F.linear(x, self._weight)
+        elif self._packed is not None:
+            mkl = torch.ops.mkl._mkl_linear
+            result = mkl(x, self._packed, self._weight, None, num_rows)
+        elif residual is not None:
             return torch.addmm(residual, x, self._weight.t())
-        mkldnn = torch.ops.mkldnn._linear_pointwise
-        result = (
-            mkldnn(x, self._packed, None, "none", [], "")
-            if residual is None
-            else mkldnn.binary(x, residual, self._packed, None, "add")
-        )
-        return result
+        else:
+            return F.linear(x, self._weight)
+        return result if residual is None else result.add_(residual)
 
 
 class RmsNorm:
