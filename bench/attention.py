@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import machine
-from netra_backend.cache.codecs import make_codec
+from netra_backend.cache.codecs import PlainCodec, make_codec
 from netra_backend.memory_plan import FORMATS, PLAIN
 from netra_backend.sequence import PAGE_SIZE
 from netra_backend.torch_ops.attention import attend_groups, merge
@@ -59,7 +59,7 @@ class Reader:
         begun = time.perf_counter()
         for pages in self.layers:
             queries = self.codec.queries(self._q)
-            if self.codec.joins_pages:
+            if not isinstance(self.codec, PlainCodec):
                 size = self.codec.group_pages(queries.shape[2])
                 out, lse = attend_groups(self.codec, queries, pages.split(size))
             else:

@@ -7,7 +7,7 @@ then the *chunks* (more than one committed token), each computed on its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,8 +33,9 @@ class PageWork:
     first, last: the pages are the view pages[first:last], or first = -1 and they are gathered by `page_ids`.
     owner [num_pages]: short sequence that reads the page. gather [num_seqs, 1 + max_pages]: where a
     sequence's tail and its pages stand when all tails, then all pages are in a row; `absent` marks padding.
-    tables: each sequence's page ids in order; segments: the same as bounded groups of views or indices, worked
-    out by the first layer that reads pages so.
+    tables: each sequence's page ids in order. The first layer that reads by sequence works out, for the others,
+    segments: sequences and bounded groups of their pages, views or indices; and copies: sequences with as many pages
+    each, and which matrices to copy to read them joined.
     """
 
     first: int
@@ -44,7 +45,8 @@ class PageWork:
     gather: torch.Tensor
     absent: torch.Tensor
     tables: list[list[int]]
-    segments: list[list[slice | torch.Tensor]] | None = None
+    segments: list[tuple[int, list[slice | torch.Tensor]]] | None = None
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     opening: OpeningWork | None = None
 
 
@@ -57,7 +59,7 @@ class ShortRows:
     range if they are neighbours. write_slots, write_rows [num_rows]: tail row of each token.
     tail_mask [num_seqs, 1, width, num_tail_rows]: 0 or -inf; None if all see everything.
     num_replay [num_seqs]: records to absorb before this step. tail_index: row numbers of write_slots and
-    write_rows in a layer's tails, worked out by the first layer for the others.
+    write_rows in a layer's tails; row_mask: tail_mask for all rows of a KV head. The first layer works out both.
     checkpoints: (sequence, records absorbed, checkpoint id) where the recurrent state is to be copied.
     """
 
@@ -77,7 +79,13 @@ class ShortRows:
     num_replay: torch.Tensor
     max_replay: int
     tail_index: torch.Tensor | None = None
+    row_mask: torch.Tensor | None = None
     checkpoints: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def for_other_heads(self) -> ShortRows:
+        """The same without what layers of one shape worked out for each other."""
+        pages = self.pages and replace(self.pages, segments=None, copies=[])
+        return replace(self, tail_index=None, row_mask=None, pages=pages)
 
 
 @dataclass(slots=True)

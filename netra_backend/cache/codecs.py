@@ -71,8 +71,6 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 class PlainCodec:
     """Pages [..., 2, num_kv_heads, PAGE_SIZE, head_dim] of the compute type."""
 
-    joins_pages = False
-
     def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self.page_shape = (2, num_kv_heads, PAGE_SIZE, head_dim)
         self.dtype = dtype
@@ -119,8 +117,6 @@ class QuantizedCodec:
     Codes are read as planes: one of all channels, or with 4 bits one of the low and one of the high nibbles.
     Queries and outputs are permuted to that order instead of the codes, which costs nothing.
     """
-
-    joins_pages = True
 
     def __init__(self, layout: PageLayout, device: torch.device) -> None:
         self.layout = layout

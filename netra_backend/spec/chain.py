@@ -53,10 +53,8 @@ class ChainProposer:
                 live.append((item.seq.slot, index, len(following) + row))
             following += following_tokens(item, output)
         ids = torch.tensor(following, dtype=torch.int64, device=hidden.device)
-        short = (
-            context.short
-        )  # rows of a tail are numbered anew: this layer's heads may be other ones
-        shifted = replace(context, token_ids=ids, short=short and replace(short, tail_index=None))
+        short = context.short and context.short.for_other_heads()
+        shifted = replace(context, token_ids=ids, short=short)
         states = self._head(self._head.features(hidden), shifted, self._cache)
         drafts: list[list[int]] = [[] for _ in items]
         if live:
@@ -67,7 +65,7 @@ class ChainProposer:
                 [items[index] for index in chosen],
                 [outputs[index] for index in chosen],
                 states[rows],
-                context,
+                shifted,
             )
             for index, tokens in zip(chosen, found, strict=True):
                 drafts[index] = tokens

@@ -202,10 +202,7 @@ class DflashProposer:
         hidden: torch.Tensor,
     ) -> list[list[int]]:
         """See Proposer. A block is drafted whole, whatever part of it is wanted."""
-        short = (
-            context.short
-        )  # rows of a tail are numbered anew: these layers' heads may be other ones
-        context = replace(context, short=short and replace(short, tail_index=None))
+        context = replace(context, short=context.short and context.short.for_other_heads())
         self._drafter.inject(hidden, context, self._caches)
         drafts: list[list[int]] = [[] for _ in items]
         wanted = [i for i, item in enumerate(items) if item.num_logits and item.num_wanted_drafts]

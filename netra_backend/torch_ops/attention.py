@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from netra_backend.cache.codecs import Codec
+from netra_backend.cache.codecs import Codec, PlainCodec
 from netra_backend.cache.kv_cache import LayerCache
 from netra_backend.forward_context import (
     ChunkRows,
@@ -25,6 +25,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 _MIN_JOINED_PAGES = 8
 """Pages per sequence from which a call per sequence beats one over all pages (int8, head size 64, 3 KV heads)."""
+
+_COPIED_PAGES = 64
+"""Plain pages that are copied at a time: they are read again at once, from a cache where they fit."""
 
 
 def paged_attention(
@@ -57,10 +60,9 @@ def _short_attention(
     rows = _rows_by_kv_head(q, short, num_kv_heads)
     slots = slice(*short.slot_range) if short.slot_range else short.slots
     keys, values = cache.tails[slots, :, :, : short.num_tail_rows].unbind(1)
-    mask = short.tail_mask
-    if mask is not None and num_heads != num_kv_heads:
-        mask = mask.repeat(1, 1, num_heads // num_kv_heads, 1)
-    out, lse = _flash(rows, keys, values, attn_mask=mask)
+    if short.row_mask is None and short.tail_mask is not None:
+        short.row_mask = short.tail_mask.repeat(1, 1, num_heads // num_kv_heads, 1)
+    out, lse = _flash(rows, keys, values, attn_mask=short.row_mask)
     if short.pages is not None:
         out = _with_history(rows, out, lse, short.pages, cache)
     if short.width == 1:
@@ -95,7 +97,8 @@ def _with_history(
 ) -> torch.Tensor:
     """Attention to pages merged with the tails' by log-sum-exp.
 
-    Few long sequences are read one after the other; otherwise each page by itself, for its owner's rows.
+    Few long sequences are read one after the other, and plain pages that lie apart copied to their sequence's; otherwise
+    each page is read by itself, for its owner's rows.
     """
     if work.opening is not None:
         tail_out, tail_lse = _with_openings(rows, tail_out, tail_lse, work.opening, cache)
@@ -103,16 +106,23 @@ def _with_history(
             return tail_out
     codec = cache.codec
     queries = codec.queries(rows)
-    if codec.joins_pages and len(work.page_ids) >= _MIN_JOINED_PAGES * len(rows):
+    if isinstance(codec, PlainCodec):
+        by_sequence = len(rows) > 1 and work.first < 0
+    else:
+        by_sequence = len(work.page_ids) >= _MIN_JOINED_PAGES * len(rows)
+    if by_sequence:
         out, lse = _each_sequence(queries, work, cache)
         return merge(codec.restore(out).to(rows.dtype), lse, tail_out, tail_lse)
-    view = slice(work.first, work.last) if work.first >= 0 else work.page_ids
-    pages = cache.pages[view].unsqueeze(1)
     many = rows.shape[0] > 1
     readers = (
-        queries.index_select(0, work.owner) if many else queries.expand(len(pages), -1, -1, -1)
+        queries.index_select(0, work.owner) if many else queries.expand(len(work.owner), -1, -1, -1)
     )
-    page_out, page_lse = codec.attend(readers, pages)
+    pages = (
+        cache.pages[work.first : work.last]
+        if work.first >= 0
+        else cache.pages.index_select(0, work.page_ids)
+    )
+    page_out, page_lse = codec.attend(readers, pages.unsqueeze(1))
     if not many and page_lse.shape[0] == work.gather.shape[1] - 1:
         weights = torch.softmax(torch.cat((tail_lse, page_lse)), 0).unsqueeze(-1)
         tail_weight, page_weights = weights.split((1, len(page_lse)))
@@ -158,16 +168,53 @@ def _each_sequence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's rows to its pages; log-sum-exp -inf where there are none."""
     if work.segments is None:
-        size = cache.codec.group_pages(queries.shape[2])
-        work.segments = [_segments(table, size, queries.device) for table in work.tables]
+        _plan_reading(work, cache, queries.shape[2])
+    assert work.segments is not None
     out = torch.zeros_like(queries)
     lse = out.new_full(out.shape[:3], float("-inf"))
-    for index, segments in enumerate(work.segments):
-        if segments:
-            item = slice(index, index + 1)
-            parts = (cache.pages[segment] for segment in segments)
-            out[item], lse[item] = attend_groups(cache.codec, queries[item], parts)
+    for index, segments in work.segments:
+        item = slice(index, index + 1)
+        parts = (cache.pages[segment] for segment in segments)
+        out[item], lse[item] = attend_groups(cache.codec, queries[item], parts)
+    for owners, matrices in work.copies:
+        copied = cache.pages.view(-1, *cache.pages.shape[-2:]).index_select(0, matrices)
+        keys, values = copied.view(2, len(owners), queries.shape[1], -1, queries.shape[3])
+        whole = len(owners) == len(queries)
+        part, part_lse = _flash(queries if whole else queries.index_select(0, owners), keys, values)
+        if whole:
+            return part, part_lse
+        out.index_copy_(0, owners, part)
+        lse.index_copy_(0, owners, part_lse)
     return out, lse
+
+
+def _plan_reading(work: PageWork, cache: LayerCache, num_rows: int) -> None:
+    """Set `segments` and `copies` of `work`: plain pages of short sequences are copied, others read in segments."""
+    codec, device = cache.codec, work.owner.device
+    size = codec.group_pages(num_rows)
+    most = _MIN_JOINED_PAGES - 1 if isinstance(codec, PlainCodec) else 0
+    work.segments = [
+        (index, _segments(table, size, device))
+        for index, table in enumerate(work.tables)
+        if len(table) > most
+    ]
+    by_length: dict[int, list[int]] = {}
+    for index, table in enumerate(work.tables):
+        if 0 < len(table) <= most:
+            by_length.setdefault(len(table), []).append(index)
+    for length, indices in by_length.items():
+        owners = torch.tensor(indices, device=device)
+        for some in owners.split(max(1, _COPIED_PAGES // length)):
+            pages = torch.tensor([work.tables[index] for index in some.tolist()], device=device)
+            work.copies.append((some, _matrices(pages, cache.pages.shape[2])))
+
+
+def _matrices(table: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Numbers of the matrices [PAGE_SIZE, head_dim] of plain pages table [n, count], in the order keys and values,
+    sequences, heads, pages: [2 * n * num_kv_heads * count].
+    """
+    parts = torch.arange(2 * num_kv_heads, device=table.device).view(2, 1, num_kv_heads, 1)
+    return (table[:, None, :] * (2 * num_kv_heads) + parts).flatten()
 
 
 def _segments(table: list[int], size: int, device: torch.device) -> list[slice | torch.Tensor]:
