@@ -46,11 +46,12 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 class DrawParams:
     """How the rows of one sequence are drawn.
 
-    `seed_bits`: the seed, mixed. top_k 0, top_p infinite, log_min_p -infinite: off.
+    seed: as a signed 64-bit integer; seed_bits: the same, mixed. top_k 0, top_p infinite, log_min_p -infinite: off.
     `num_candidates`: how many of the most likely tokens decide a row, as the filters should keep
     fewer; 0 if only the whole row does.
     """
 
+    seed: int
     seed_bits: int
     inverse_temperature: float
     top_k: int
@@ -68,6 +69,7 @@ class DrawParams:
             num_candidates = max(32, 1 << top_k.bit_length()) if top_k < _MAX_CANDIDATES else 0
         signed_seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
         return cls(
+            seed=signed_seed,
             seed_bits=int(_mix(torch.tensor(signed_seed))),
             # Not 0 in float32, which would turn a banned token's -inf into NaN.
             inverse_temperature=max(1.0 / params.temperature, 1e-30),

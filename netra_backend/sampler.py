@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,19 @@ from netra_backend.sequence import Sequence
 
 _TOP_CANDIDATES = 32
 """Tokens looked at for top logprobs; at least the most that a request may ask for (20)."""
+
+
+class Draw(Protocol):
+    """See draw.draw."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        maxima: torch.Tensor,
+        rows: list[int],
+        positions: list[int],
+        params: list[DrawParams],
+    ) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
@@ -37,8 +51,13 @@ class Sampler:
     """Chooses tokens for sequences with any parameters; keeps state by seq_id until `free`."""
 
     def __init__(
-        self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        draw: Draw = draw,
     ) -> None:
+        self._draw = draw
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._device = device
@@ -108,7 +127,7 @@ class Sampler:
         if not bool(peaks.isfinite().all()):
             self._lift_total_bans(logits, maxima, peaks, token_ids, edits)
         if rows:
-            token_ids[torch.tensor(rows, device=logits.device)] = draw(
+            token_ids[torch.tensor(rows, device=logits.device)] = self._draw(
                 logits, maxima, rows, positions, params
             )
         edits.undo(logits)

@@ -100,6 +100,23 @@ def test_mtp_drafts_are_those_of_torch(qwen: Path) -> None:
     assert _drafts(make_kernel_runner(qwen, **knobs), 3) == expected
 
 
+def test_seeded_requests_draw_what_they_draw_on_a_cpu(qwen: Path) -> None:
+    """Each filter, all at once, and a greedy one, verified with drafts."""
+    filters: list[dict[str, float]] = [
+        {}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.0},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=3 * index, **({"temperature": 0.9} | options))  # type: ignore[arg-type]
+        for index, options in enumerate(filters)
+    ]  # fmt: skip
+    prompts = random_prompts([2, 61, 64, 100, 7, 30], VOCAB_SIZE)
+    expected = run(make_runner(qwen), prompts, params).token_ids
+    runner = make_kernel_runner(qwen, speculation="mtp", num_draft_tokens=2)
+    assert run(runner, prompts, params, num_drafts=2).token_ids == expected
+    assert len(set(map(tuple, expected))) == len(expected)
+
+
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_quantised_pages_give_the_same_tokens_alone_and_in_company(codec: str, qwen: Path) -> None:
     runner = make_kernel_runner(qwen, kv_cache_dtype=codec)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from netra_backend.gpu.kernel_draw import Sample
 from netra_kernels import (
     causal_conv1d,
     fp8_gemm,
@@ -24,6 +25,7 @@ from netra_kernels import (
     rms_norm,
     rope,
     router,
+    sampling,
 )
 from netra_kernels.attention_merge import AttentionOutput
 from netra_kernels.fused_moe import ExpertWeights
@@ -157,6 +159,7 @@ class DeviceOps:
     route: Route
     expert_outputs: ExpertOutputs
     fp8_gemm: Fp8Gemm
+    sample: Sample
 
 
 KERNELS = DeviceOps(
@@ -172,6 +175,7 @@ KERNELS = DeviceOps(
     route=router.route,
     expert_outputs=fused_moe.expert_outputs,
     fp8_gemm=fp8_gemm.fp8_gemm,
+    sample=sampling.sample,
 )
 """Triton-language kernels: a GPU, or any tensors under TRITON_INTERPRET=1."""
 
@@ -188,5 +192,6 @@ REFERENCES = DeviceOps(
     route=router.route_ref,
     expert_outputs=fused_moe.expert_outputs_ref,
     fp8_gemm=fp8_gemm.fp8_gemm_ref,
+    sample=sampling.sample_ref,
 )
 """The same in torch, for tests of everything around the kernels."""

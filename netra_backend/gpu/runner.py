@@ -19,6 +19,7 @@ from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.errors import ConfigError
 from netra_backend.forward_context import ForwardContext
 from netra_backend.gpu.device_ops import KERNELS, DeviceOps
+from netra_backend.gpu.kernel_draw import KernelDraw
 from netra_backend.gpu.layers import KernelCache
 from netra_backend.gpu.models import KernelModel, KernelMtpHead
 from netra_backend.gpu.mtp import KernelMtpProposer
@@ -77,7 +78,8 @@ class KernelRunner:
         self.has_draft_cache = drafts.has_cache
         self.drafts_in_blocks = False
         self._allocate(config)
-        self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device)
+        draw = KernelDraw(ops.sample)
+        self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device, draw)
         self._current = StepInputs([], 0, torch.empty(0, dtype=torch.int64))
         self.proposer = self._make_proposer(drafts, checkpoint)
 

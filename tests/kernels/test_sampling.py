@@ -6,6 +6,9 @@ import pytest
 import torch
 from kernel_checks import assert_close
 
+from netra_backend.draw import DrawParams, draw, tile_max
+from netra_backend.gpu.kernel_draw import KernelDraw
+from netra_backend.request import SamplingParams
 from netra_kernels.sampling import (
     IN_PROMPT,
     Penalties,
@@ -98,3 +101,15 @@ def test_penalize_matches_reference(with_mask):
     penalize(logits, penalties)
     assert torch.equal(logits == -torch.inf, expected == -torch.inf)
     assert_close(logits.nan_to_num(neginf=0), expected.nan_to_num(neginf=0), 1e-6)
+
+
+def test_some_rows_of_a_step_are_drawn_as_on_a_cpu():
+    """Every filter of a request, and rows that are not drawn between those that are."""
+    options = [{}, {"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3},
+               {"top_k": 20, "top_p": 0.9, "min_p": 0.02}]  # fmt: skip
+    logits = 3 * torch.randn(3 * len(options), 300)
+    params = [DrawParams.of(SamplingParams(**chosen), 300, seed) for seed, chosen in enumerate(options)]  # fmt: skip
+    rows = list(range(1, len(logits), 3))
+    positions = [70 * row for row in rows]
+    arguments = (logits, tile_max(logits), rows, positions, params)
+    assert KernelDraw(sample)(*arguments).tolist() == draw(*arguments).tolist()
