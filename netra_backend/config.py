@@ -36,6 +36,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     num_threads: int = 0
+    enable_cuda_graphs: bool = True
     seed: int = 0
 
     max_model_len: int = 0

@@ -159,7 +159,8 @@ class MemoryPlan:
     """Counts and bytes of the pools; `max_model_len` in tokens is what one conversation may reach.
 
     Bytes are of all layers: page_bytes per sealed page, opening_bytes per first page where those differ,
-    tail_bytes and state_bytes per slot, checkpoint_bytes per recurrent-state checkpoint of prefix reuse.
+    tail_bytes and state_bytes per slot, checkpoint_bytes per recurrent-state checkpoint of prefix reuse; reserved_bytes
+    are left for what steps compute.
     """
 
     num_pages: int
@@ -175,6 +176,7 @@ class MemoryPlan:
     num_host_pages: int = 0
     num_host_slots: int = 0
     opening_bytes: int = 0
+    reserved_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -193,9 +195,9 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the pools take."""
+        """Bytes that the pools and steps take."""
         pools = self.num_pages * self.page_bytes + self.num_slots * self.slot_bytes
-        pools += self.num_opening_pages * self.opening_bytes
+        pools += self.num_opening_pages * self.opening_bytes + self.reserved_bytes
         return pools + self.num_checkpoints * self.checkpoint_bytes
 
     def plain_pages_for(self, num_tokens: int) -> int:
@@ -231,6 +233,8 @@ class MemoryPlan:
         if self.num_checkpoints:
             size = _mib(self.num_checkpoints * self.checkpoint_bytes)
             parts.append(f"{self.num_checkpoints} state checkpoints ({size})")
+        if self.reserved_bytes:
+            parts.append(f"steps and their graphs ({_mib(self.reserved_bytes)})")
         host = ""
         if self.num_host_slots:
             host = (
@@ -315,9 +319,10 @@ def plan_memory(
     num_checkpoints: int = 0,
     checkpoint_element_bytes: int = _FLOAT32_BYTES,
     slots: SlotLayout | None = None,
+    reserved_bytes: int = 0,
 ) -> MemoryPlan:
-    """Split `budget_bytes`: slots (`slot_layout`'s by default) and checkpoints first, pages from the rest, never
-    more than slots can use.
+    """Split `budget_bytes`: slots (`slot_layout`'s by default), checkpoints and reserved bytes first, pages from the
+    rest, never more than slots can use.
 
     `max_model_len` 0 means the model's own limit, lowered to what fits. Raises ConfigError that says what
     to lower when not even one conversation fits.
@@ -351,6 +356,7 @@ def plan_memory(
         num_checkpoints=num_checkpoints,
         checkpoint_bytes=checkpoint_bytes(model, element_bytes, checkpoint_element_bytes),
         opening_bytes=opening,
+        reserved_bytes=reserved_bytes,
     )
     num_pages = (budget_bytes - plan.total_bytes) // page
     needed = plan.plain_pages_for(wanted_len) if max_model_len else 1
@@ -384,7 +390,8 @@ def _does_not_fit(plan: MemoryPlan, needed: int) -> str:
         f"kv_cache_memory gives {plan.budget_bytes:,} bytes; {plan.num_slots} slots (max_num_seqs) take "
         f"{plan.num_slots * plan.slot_bytes:,} (tail {plan.tail_bytes:,} and state {plan.state_bytes:,} each), "
         f"{plan.num_checkpoints} checkpoints {plan.num_checkpoints * plan.checkpoint_bytes:,}, "
-        f"{plan.num_opening_pages} first pages {plan.num_opening_pages * plan.opening_bytes:,}, and "
+        f"{plan.num_opening_pages} first pages {plan.num_opening_pages * plan.opening_bytes:,}, "
+        f"steps {plan.reserved_bytes:,}, and "
         f"{needed} {plan.kv.codec} pages of {plan.page_bytes:,} bytes (max_model_len {plan.max_model_len}) do "
         "not fit into the rest: lower max_num_seqs or max_model_len, choose a smaller kv_cache_dtype, or "
         "raise kv_cache_memory"

@@ -2,7 +2,8 @@
 
 route:  logits [num_tokens, num_experts] -> experts int32 and weights float32 [num_tokens, top_k (+ 1)]: softmax
         in float32, the top_k largest (equal ones: lower id first), renormalised. With shared_logits
-        [num_tokens] a last column holds expert num_experts (the shared one) with weight sigmoid(logit).
+        [num_tokens] a last column holds expert num_experts (the shared one) with weight sigmoid(logit). Tokens from
+        num_live int32 [1] on are padding: they go where token 0 goes, so that they ask for no other expert.
 align:  experts [num_tokens, slots] -> Alignment: rows sorted by expert, each expert padded to whole blocks.
 One program per expert does the counting sort on its own: no atomics, so the order never varies.
 Does not know what an expert computes.
@@ -29,9 +30,17 @@ class Alignment:
 
 
 def route_ref(
-    logits: torch.Tensor, top_k: int, shared_logits: torch.Tensor | None = None
+    logits: torch.Tensor,
+    top_k: int,
+    shared_logits: torch.Tensor | None = None,
+    num_live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference of `route`."""
+    if num_live is not None:
+        source = torch.arange(len(logits), device=logits.device)
+        source = torch.where(source < num_live, source, 0)
+        logits = logits[source]
+        shared_logits = None if shared_logits is None else shared_logits[source]
     probabilities = logits.float().softmax(-1)
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = probabilities.gather(1, order)
@@ -67,15 +76,18 @@ def align_ref(experts: torch.Tensor, num_experts: int, block: int) -> Alignment:
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    p_logits, p_shared, p_experts, p_weights, num_tokens, stride_logits, stride_shared,
+    p_logits, p_shared, p_num_live, p_experts, p_weights, num_tokens, stride_logits, stride_shared,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_SHARED: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
     o_t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_e = tl.arange(0, EXPERTS)
     live = o_t < num_tokens
     mask = live[:, None] & (o_e < NUM_EXPERTS)[None, :]
-    o_logit = o_t[:, None] * stride_logits + o_e[None, :]
+    o_source = o_t
+    if HAS_LIVE:
+        o_source = tl.where(o_t < tl.load(p_num_live), o_t, 0)
+    o_logit = o_source[:, None] * stride_logits + o_e[None, :]
     b_logit = tl.load(p_logits + o_logit, mask=mask, other=-float("inf")).to(tl.float32)
     # -0.0 and 0.0 must tie; then order as unsigned integers, ties to the lower expert
     b_bits = (b_logit + 0.0).to(tl.int32, bitcast=True)
@@ -97,7 +109,7 @@ def _route_kernel(
     b_weight = tl.exp(b_value - tl.max(b_value, 1)[:, None])
     b_weight = b_weight / tl.sum(b_weight, 1)[:, None]
     if HAS_SHARED:
-        b_gate = tl.load(p_shared + o_t * stride_shared, mask=live, other=0.0).to(tl.float32)
+        b_gate = tl.load(p_shared + o_source * stride_shared, mask=live, other=0.0).to(tl.float32)
         b_weight = tl.where((o_s == TOP_K)[None, :], tl.sigmoid(b_gate)[:, None], b_weight)
     o_out = o_t[:, None] * SLOTS + o_s[None, :]
     kept = live[:, None] & (o_s < SLOTS)[None, :]
@@ -106,7 +118,10 @@ def _route_kernel(
 
 
 def route(
-    logits: torch.Tensor, top_k: int, shared_logits: torch.Tensor | None = None
+    logits: torch.Tensor,
+    top_k: int,
+    shared_logits: torch.Tensor | None = None,
+    num_live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts and weights of every token; see the file's docstring."""
     num_tokens, num_experts = logits.shape
@@ -116,10 +131,11 @@ def route(
     experts = torch.empty((num_tokens, slots), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, slots), dtype=torch.float32, device=logits.device)
     _route_kernel[(triton.cdiv(num_tokens, 4),)](
-        logits, shared_logits, experts, weights, num_tokens, logits.stride(0),
+        logits, shared_logits, num_live, experts, weights, num_tokens, logits.stride(0),
         0 if shared_logits is None else shared_logits.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, SLOTS=slots,
-        COLUMNS=triton.next_power_of_2(slots), ROWS=4, HAS_SHARED=shared_logits is not None, num_warps=4,
+        COLUMNS=triton.next_power_of_2(slots), ROWS=4, HAS_SHARED=shared_logits is not None,
+        HAS_LIVE=num_live is not None, num_warps=4,
     )  # fmt: skip
     return experts, weights
 

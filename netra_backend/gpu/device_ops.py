@@ -118,11 +118,11 @@ class GatedDeltaChunk(Protocol):
 
 
 class Route(Protocol):
-    """Experts and weights of every token, the shared expert last."""
+    """Experts and weights of every token, the shared expert last; padding goes where token 0 goes."""
 
     def __call__(
-        self, logits: Tensor, top_k: int, shared_logits: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]: ...
+        self, logits: Tensor, top_k: int, shared_logits: Tensor | None = None, num_live: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 class ExpertOutputs(Protocol):

@@ -216,11 +216,14 @@ class SparseMlp:
         """Whether it wants FP8 rows."""
         return self._experts.gate_up_scales is not None
 
-    def __call__(self, x: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, x: Activations, live_rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs of the chosen experts [num_rows, slots, hidden] and their weights: the next norm adds them up."""
         config, ops = self._setting.config, self._setting.ops
         logits, count = self._router(x), config.num_experts
-        chosen, weights = ops.route(logits[:, :count], config.num_experts_per_tok, logits[:, count])
+        top_k, gate = config.num_experts_per_tok, logits[:, count]
+        chosen, weights = ops.route(logits[:, :count], top_k, gate, live_rows)
         rows = x.hidden if x.fp8 is None else x.fp8
         outputs = ops.expert_outputs(rows, x.scales, chosen, self._experts, self._setting.dtype)
         return outputs, weights
@@ -245,7 +248,7 @@ class DenseMlp:
         """Whether it wants FP8 rows."""
         return self._gate_up.fp8
 
-    def __call__(self, x: Activations) -> tuple[torch.Tensor, None]:
+    def __call__(self, x: Activations, live_rows: torch.Tensor | None) -> tuple[torch.Tensor, None]:
         """[num_rows, hidden], and no weights."""
         gate, up = self._gate_up(x).chunk(2, -1)
         return F.linear(F.silu(gate).mul_(up), self._down), None

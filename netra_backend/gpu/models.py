@@ -70,7 +70,8 @@ class _Layer:
         else:
             assert isinstance(storage, RingState)
             stream.x = self.mixer(normed, step, storage)
-        stream.x, stream.weights = self._mlp(stream.norm(self._mlp_norm, self._mlp.fp8))
+        normed = stream.norm(self._mlp_norm, self._mlp.fp8)
+        stream.x, stream.weights = self._mlp(normed, step.live_rows)
 
 
 class KernelModel:

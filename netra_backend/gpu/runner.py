@@ -1,11 +1,13 @@
 """KernelRunner: one step on a device through the operations of device_ops.py. The Runner of a GPU.
 
 Owns weights, KV cache and recurrent states as the kernels keep them; decides nothing about which sequences run.
-What model_runner.py is for torch: any schedule gives the same tokens.
+What model_runner.py is for torch: any schedule gives the same tokens. On a device the steps of short sequences are
+replayed graphs (graphs.py).
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -19,17 +21,35 @@ from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.errors import ConfigError
 from netra_backend.forward_context import ForwardContext
 from netra_backend.gpu.device_ops import KERNELS, DeviceOps
+from netra_backend.gpu.graphs import (
+    Bucket,
+    CudaRecorder,
+    Recorder,
+    Replay,
+    StepGraph,
+    StepGraphs,
+    make_buckets,
+    reserved_bytes,
+    seq_counts,
+)
 from netra_backend.gpu.kernel_draw import KernelDraw
 from netra_backend.gpu.layers import KernelCache
 from netra_backend.gpu.models import KernelModel, KernelMtpHead
 from netra_backend.gpu.mtp import KernelMtpProposer
 from netra_backend.gpu.projection import Setting, WeightSource
 from netra_backend.gpu.ring_states import RingStates
-from netra_backend.gpu.step_inputs import ColumnCopy, Group, StepInputs, group_of
+from netra_backend.gpu.step_inputs import (
+    ColumnCopy,
+    Group,
+    GroupShape,
+    StepInputs,
+    group_of,
+)
 from netra_backend.memory_plan import (
     KVLayout,
     MemoryPlan,
     draft_codec,
+    pages_for,
     plan_memory,
     ring_layout,
     tail_rows,
@@ -40,7 +60,10 @@ from netra_backend.sampler import Sampler
 from netra_backend.spec.drafting import LOOKUP_BEFORE_MODEL, DraftPlan, plan_drafts
 from netra_backend.spec.ngram import NgramProposer
 from netra_backend.spec.proposer import LookupFirst, Proposer
+from netra_kernels.gated_delta_chunk import num_boundaries
 from netra_kernels.kv_codec import page_layout
+
+logger = logging.getLogger(__name__)
 
 _METHODS = ("auto", "none", "ngram", "mtp", "ngram+mtp")
 
@@ -48,8 +71,8 @@ _METHODS = ("auto", "none", "ngram", "mtp", "ngram+mtp")
 class KernelRunner:
     """Loads a checkpoint and runs steps. Raises ConfigError if it cannot be loaded or nothing fits.
 
-    `ops` other than KERNELS, or another device than CUDA, is for tests; without a GPU kv_cache_memory is in bytes.
-    `weights` stand in for the checkpoint's, of which only config.json is then read (bench/launches.py).
+    `ops` other than KERNELS, or another device than CUDA, is for tests; without a GPU kv_cache_memory is in bytes, and
+    graphs are recorded by `recorder` only. `weights` stand in for the checkpoint's, of which only config.json is then read (bench/launches.py).
     """
 
     def __init__(
@@ -60,6 +83,7 @@ class KernelRunner:
         device: torch.device,
         ops: DeviceOps = KERNELS,
         weights: WeightSource | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         _refuse_what_a_cpu_does(config)
         self.model_config = ModelConfig.from_file(checkpoint / "config.json")
@@ -77,13 +101,24 @@ class KernelRunner:
         self.max_draft_tokens = drafts.max_draft_tokens
         self.has_draft_cache = drafts.has_cache
         self.drafts_in_blocks = False
-        self._allocate(config)
+        self._max_logits = config.max_num_seqs * (1 + drafts.max_draft_tokens)
+        if device.type == "cuda" and config.enable_cuda_graphs:
+            recorder = recorder or CudaRecorder(device)
+        max_drafts = drafts.max_draft_tokens
+        buckets = make_buckets(config.max_num_seqs, max_drafts) if recorder else []
+        self._allocate(config, buckets)
         draw = KernelDraw(ops.sample)
         self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device, draw)
         self._current = StepInputs([], 0, torch.empty(0, dtype=torch.int64))
+        self._mtp: KernelMtpProposer | None = None
         self.proposer = self._make_proposer(drafts, checkpoint)
+        self._graphs = StepGraphs()
+        if recorder is not None:
+            self._record(recorder, buckets, config.max_num_seqs)
+        if recorder is not None or device.type == "cuda":
+            self._run_chunks(config.max_num_batched_tokens)
 
-    def _allocate(self, config: EngineConfig) -> None:
+    def _allocate(self, config: EngineConfig, buckets: list[Bucket]) -> None:
         """Split the memory and make the pools."""
         model, drafts = self.model_config, self.max_draft_tokens
         state_dtype = DTYPES[config.state_dtype]
@@ -92,6 +127,10 @@ class KernelRunner:
         layout = ring_layout(model, drafts)
         draft_layers = int(self.has_draft_cache)
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+        max_len = min(config.max_model_len or 2**31, model.max_position_embeddings)
+        reserved = reserved_bytes(
+            model, buckets, pages_for(max_len), self._dtype.itemsize, 1 + draft_layers
+        )
         self.plan: MemoryPlan = plan_memory(
             model,
             budget_bytes=config.kv_cache_bytes(free),
@@ -104,6 +143,7 @@ class KernelRunner:
             checkpoint_element_bytes=saved_dtype.itemsize,
             kv=KVLayout(codec, tail_rows(2 * drafts), draft_layers, draft_codec(codec)),
             slots=layout,
+            reserved_bytes=reserved,
         )
         cache = KVCache(model, self.plan, self._dtype, self._device)
         shapes = (model.num_kv_heads, model.head_dim)
@@ -122,7 +162,7 @@ class KernelRunner:
             raise ConfigError(
                 f"speculation='mtp': the checkpoint has {self.model_config.num_mtp_layers} MTP layers"
             )
-        mtp = self._mtp_proposer(weights)
+        mtp = self._mtp = self._mtp_proposer(weights)
         weights.finish(("model.", "lm_head.", "visual."))
         return LookupFirst(NgramProposer(LOOKUP_BEFORE_MODEL), mtp) if drafts.with_lookup else mtp
 
@@ -130,16 +170,68 @@ class KernelRunner:
         head = KernelMtpHead(weights, self._model)
         return KernelMtpProposer(head, self._model, self._draft_caches[0], lambda: self._current)
 
-    def launch(self, batch: Batch) -> DeferredStep:
-        """Begin a step. Sequences are read, never changed."""
-        return DeferredStep(partial(self._run, batch))
+    @torch.inference_mode()
+    def _record(self, recorder: Recorder, buckets: list[Bucket], max_num_seqs: int) -> None:
+        """Record the steps of all buckets, and the draft layer's passes behind and after them."""
+        heads, max_pages = self.model_config.num_kv_heads, pages_for(self.plan.max_model_len)
+        mtp = self._mtp
+
+        def forward(step: StepInputs) -> Replay:
+            replay = recorder.record(
+                partial(self._model.forward, step, self._caches, self._states.layers)
+            )
+            if mtp is not None:
+                mtp.record_step(recorder, step, replay())
+            return replay
+
+        before = self._free_bytes()
+        self._graphs.record(buckets, lambda b: b.step(heads, max_pages, self._device), forward)
+        if mtp is not None:
+            mtp.record_chains(recorder, seq_counts(max_num_seqs), max_pages)
+        taken, planned = before - self._free_bytes(), self.plan.reserved_bytes
+        logger.info("graphs took %d MiB of %d planned for steps", taken >> 20, planned >> 20)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch) -> StepOutput:
+    def _run_chunks(self, max_rows: int) -> None:
+        """Run inert prompt chunks: with every power of two they meet all that launchers choose by sizes, and compile it."""
         started = time.perf_counter()
-        self._sampler.free(batch.freed_seq_ids)
+        sizes = [2**i for i in range(max_rows.bit_length()) if 2**i < max_rows] + [max_rows]
+        for rows in sizes:
+            for boundaries in {0, num_boundaries(rows) * bool(self.plan.num_checkpoints)}:
+                shape = GroupShape(rows, 1, rows, 1, 1, 1, boundaries)
+                group = Group(shape, self._device, is_chunks=True)
+                group.fill([], 1, {})
+                group.upload()
+                step = StepInputs([group], 0, torch.empty(0, dtype=torch.int64))
+                hidden = self._model.forward(step, self._caches, self._states.layers)
+                if self._mtp is not None:
+                    self._mtp.run_inert(step, hidden)
+            self._model.logits(hidden[: self._max_logits])
+            seconds = time.perf_counter() - started
+            logger.info("prompt chunks of %d rows of up to %d, %.0f s", rows, max_rows, seconds)
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> DeferredStep:
+        """Begin a step: the device works on it from here on. Sequences are read, never changed."""
+        started = time.perf_counter()
         ordered = sorted(batch.scheduled, key=lambda item: (item.is_chunk, item.seq.slot))
         hidden, logits = self._forward(batch, ordered)
+        return DeferredStep(partial(self._finish, batch, ordered, hidden, logits, started))
+
+    @torch.inference_mode()
+    def _finish(
+        self,
+        batch: Batch,
+        ordered: list[ScheduledSequence],
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        started: float,
+    ) -> StepOutput:
+        """Sample, and draft for the next step."""
+        self._sampler.free(batch.freed_seq_ids)
         step = self._current
         results = self._sampler.sample(logits, ordered)
         if self.proposer is not None:
@@ -155,21 +247,32 @@ class KernelRunner:
         self, batch: Batch, ordered: list[ScheduledSequence]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Final hidden states of all rows, and the logits to sample from."""
-        step = self._current = self._prepare(batch, ordered)
-        hidden = self._model.forward(step, self._caches, self._states.layers)
+        graph = self._graphs.find(ordered)
+        step = self._current = self._prepare(batch, ordered, graph)
+        if graph is None:
+            hidden = self._model.forward(step, self._caches, self._states.layers)
+        else:
+            hidden = graph.forward()
         return hidden, self._model.logits(hidden[step.logit_rows])
 
-    def _prepare(self, batch: Batch, ordered: list[ScheduledSequence]) -> StepInputs:
-        """Bring states to where the step starts, and its inputs to the device."""
+    def _prepare(
+        self, batch: Batch, ordered: list[ScheduledSequence], graph: StepGraph | None
+    ) -> StepInputs:
+        """Bring states to where the step starts, and its inputs to the device: to where `graph` has them, if any."""
         starts = {item.seq.slot: item.seq.num_computed_tokens for item in ordered}
         for checkpoint_id, slot in batch.restored:
             self._states.restore(checkpoint_id, slot, starts[slot])
         absorbed = self._absorb(ordered)
-        groups, copies = [], []
+        groups, copies, live_rows = [], [], graph.step.live_rows if graph else None
         for is_chunks in (False, True):
             items = [item for item in ordered if item.is_chunk == is_chunks]
             if items:
-                group = group_of(items, self.model_config.num_kv_heads, self._device, is_chunks)
+                heads = self.model_config.num_kv_heads
+                group = (
+                    graph.step.groups[0]
+                    if graph
+                    else group_of(items, heads, self._device, is_chunks)
+                )
                 self._bring(group, items, absorbed)
                 groups.append(group)
                 copies += _column_copies(items) if is_chunks else []
@@ -179,7 +282,7 @@ class KernelRunner:
             rows += item.num_scheduled_tokens
             logit_rows += range(rows - item.num_logits, rows)
         picked = torch.tensor(logit_rows, dtype=torch.int64, device=self._device)
-        return StepInputs(groups, rows, picked, copies)
+        return StepInputs(groups, rows, picked, copies, live_rows)
 
     def _bring(
         self, group: Group, items: list[ScheduledSequence], absorbed: dict[int, int]

@@ -56,6 +56,7 @@ class Group:
 
     token_ids, positions, tail_mapping [num_rows]: tail_mapping = slot * tail_rows + row, or -1 for rows that do not go
     into the tail. sealed_before, tail_before [num_seqs]: before this step's seal. seal_pages [num_seqs, max_seals].
+    live_rows [1]: rows in use.
     """
 
     def __init__(self, shape: GroupShape, device: torch.device, is_chunks: bool) -> None:
@@ -65,7 +66,7 @@ class Group:
         sizes = {
             "token_ids": rows, "positions": rows, "tail_mapping": rows, "cu_seqlens": seqs + 1, "slots": seqs,
             "num_computed": seqs, "num_replay": seqs, "sealed_before": seqs, "tail_before": seqs,
-            "num_sealed": seqs, "num_tail": seqs, "seal_pages": seqs * shape.max_seals,
+            "num_sealed": seqs, "num_tail": seqs, "live_rows": 1, "seal_pages": seqs * shape.max_seals,
             "checkpoint_ids": seqs * shape.boundaries, "block_tables": seqs * max(1, shape.table_width),
         }  # fmt: skip
         ends = np.cumsum([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()]).tolist()
@@ -74,11 +75,13 @@ class Group:
         host = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
         self._host = host
         self._device = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         spans = dict(zip(sizes, zip(starts, sizes.values(), strict=True), strict=True))
         self._rows = {name: host[at : at + size].numpy() for name, (at, size) in spans.items()}
         device_views = {name: self._device[at : at + size] for name, (at, size) in spans.items()}
         self.token_ids, self.positions = device_views["token_ids"], device_views["positions"]
         self.tail_mapping = device_views["tail_mapping"]
+        self.live_rows = device_views["live_rows"]
         self.sealed_before = device_views["sealed_before"]
         self.tail_before = device_views["tail_before"]
         self.seal_pages = device_views["seal_pages"].view(seqs, shape.max_seals)
@@ -101,7 +104,7 @@ class Group:
     ) -> None:
         """Write the items into the host buffer; `absorbed`: records of a slot that its state already holds."""
         host = self._rows
-        self._host[: self._head].zero_()
+        self._clear()
         for name in ("tail_mapping", "seal_pages", "checkpoint_ids"):
             host[name].fill(-1)
         tables = host["block_tables"].reshape(self.shape.num_seqs, -1)
@@ -133,6 +136,7 @@ class Group:
             host["cu_seqlens"][index + 1] = row
             self._fill_checkpoints(index, item)
         host["cu_seqlens"][len(items) + 1 :] = row
+        host["live_rows"][0] = row
 
     def fill_rows(
         self,
@@ -144,7 +148,8 @@ class Group:
     ) -> None:
         """One row per sequence at `positions`, behind `tails` rows in the tail: for a draft layer's chain."""
         host, count = self._rows, len(slots)
-        self._host.zero_()
+        self._clear()
+        host["tail_mapping"].fill(-1)
         host["slots"][:count], host["positions"][:count] = slots, positions
         host["num_tail"][:count] = tails
         host["num_sealed"][:count] = [PAGE_SIZE * len(table) for table in tables]
@@ -153,7 +158,7 @@ class Group:
         ]
         host["tail_mapping"][:count] = rows
         host["cu_seqlens"][1 : count + 1] = range(1, count + 1)
-        host["cu_seqlens"][count + 1 :] = count
+        host["cu_seqlens"][count + 1 :] = host["live_rows"][0] = count
         padded = host["block_tables"].reshape(self.shape.num_seqs, -1)
         for index, table in enumerate(tables):
             padded[index, : len(table)] = table
@@ -162,8 +167,8 @@ class Group:
         """Move the rows that `fill_rows` wrote one position on, on the device."""
         self.positions.add_(1)
         self.attention.num_tail.add_(1)
-        slots = self.attention.slots * tail_rows
-        self.tail_mapping.copy_(slots + self.positions % tail_rows)
+        rows = self.attention.slots * tail_rows + self.positions % tail_rows
+        self.tail_mapping.copy_(torch.where(self.tail_mapping < 0, self.tail_mapping, rows))
 
     @staticmethod
     def absorbing(sequences: list[tuple[int, int, int]], device: torch.device) -> DeltaInputs:
@@ -186,8 +191,16 @@ class Group:
             ids[index, (start + count) // PAGE_SIZE - start // PAGE_SIZE - 1] = checkpoint_id
 
     def upload(self) -> None:
-        """Copy the host buffer to the device; the host must not be filled again before that is done."""
+        """Begin to copy the host buffer to the device; filling it again waits for that."""
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _clear(self) -> None:
+        """Zeros before the block tables, whose padding is never read, once the last copy is done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._host[: self._head].zero_()
 
 
 def group_of(
@@ -227,13 +240,15 @@ class ColumnCopy:
 class StepInputs:
     """The groups of a step, short sequences first; rows of the forward pass in that order.
 
-    num_rows: rows in use. logit_rows int64 [num_logits]. column_copies: see ColumnCopy.
+    num_rows: rows in use. logit_rows int64 [num_logits]. column_copies: see ColumnCopy. live_rows int32 [1]: rows in
+    use as the device knows them, for a step that may have more; None where there are no others.
     """
 
     groups: list[Group]
     num_rows: int
     logit_rows: torch.Tensor
     column_copies: list[ColumnCopy] = field(default_factory=list)
+    live_rows: torch.Tensor | None = None
 
     def token_ids(self) -> torch.Tensor:
         """Of all rows, int32."""
