@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from inline_engine import greedy, make_runner, random_prompts, run
+from recording import StrictRecorder
 
 from checkpoints import VOCAB_SIZE, make_fp8, make_random_llama, make_random_mtp
 from netra_backend import runners
@@ -147,19 +148,27 @@ def test_what_only_a_cpu_does_is_refused(
 
 
 def _engine(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, *, kernels: bool, **knobs: object
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    kernels: bool,
+    recorder: StrictRecorder | None = None,
+    **knobs: object,
 ) -> Engine:
     defaults: dict[str, object] = {
         "checkpoint": str(checkpoint), "device": "cpu", "num_threads": 1, "max_num_seqs": 4, "dtype": "float32",
         "kv_cache_memory": "64MiB", "max_num_batched_tokens": 192, "prefix_checkpoint_interval": 128,
     }  # fmt: skip
     config = EngineConfig(**(defaults | knobs))  # type: ignore[arg-type]
+    ops = recorder.ops if recorder else REFERENCES
     with monkeypatch.context() as patch:
         if kernels:
             patch.setattr(
                 runners,
                 "make_runner",
-                lambda c, path, eos: KernelRunner(c, path, eos, torch.device("cpu"), REFERENCES),
+                lambda c, path, eos: KernelRunner(
+                    c, path, eos, torch.device("cpu"), ops, recorder=recorder
+                ),
             )
         return Engine.build(config, Path("/"))
 
@@ -179,11 +188,13 @@ def _ask(engine: Engine, name: str, prompt: list[int], num_tokens: int) -> tuple
     return tokens, cached
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 def test_prefix_hits_start_from_checkpoints_of_chunks_and_of_answers(
-    qwen: Path, monkeypatch: pytest.MonkeyPatch
+    graphs: bool, qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cold = _engine(qwen, monkeypatch, kernels=False, enable_prefix_caching=False)
-    warm = _engine(qwen, monkeypatch, kernels=True)
+    recorder = StrictRecorder(REFERENCES) if graphs else None
+    warm = _engine(qwen, monkeypatch, kernels=True, recorder=recorder, kv_cache_memory="1GiB")
     assert isinstance(warm._runner, KernelRunner)
     prompt = random_prompts([300], VOCAB_SIZE, seed=7)[0]
     answer, cached = _ask(warm, "a", prompt, 100)

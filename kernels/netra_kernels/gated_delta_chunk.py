@@ -68,7 +68,8 @@ def gated_delta_chunk_ref(
                 target = int(checkpoint_ids[s, i_block])
                 if target >= 0:
                     checkpoints[target] = current.to(checkpoints.dtype)
-        state[slot] = current.to(state.dtype)
+        if end > start:
+            state[slot] = current.to(state.dtype)
     return out
 
 

@@ -102,8 +102,7 @@ class KernelRunner:
         self.has_draft_cache = drafts.has_cache
         self.drafts_in_blocks = False
         self._max_logits = config.max_num_seqs * (1 + drafts.max_draft_tokens)
-        if device.type == "cuda" and config.enable_cuda_graphs:
-            recorder = recorder or CudaRecorder(device)
+        recorder = recorder or recorder_of(config, device)
         max_drafts = drafts.max_draft_tokens
         buckets = make_buckets(config.max_num_seqs, max_drafts) if recorder else []
         self._allocate(config, buckets)
@@ -326,6 +325,11 @@ class KernelRunner:
         inputs = Group.absorbing(integers, self._device)
         for layer, state in zip(self._model.recurrent_layers(), self._states.layers, strict=True):
             layer.absorb(inputs, state)
+
+
+def recorder_of(config: EngineConfig, device: torch.device) -> Recorder | None:
+    """What records steps on a device; None if they are launched one operation at a time."""
+    return CudaRecorder(device) if device.type == "cuda" and config.enable_cuda_graphs else None
 
 
 def _refuse_what_a_cpu_does(config: EngineConfig) -> None:

@@ -27,6 +27,20 @@ def test_route_matches_reference(num_tokens, num_experts, top_k, shared):
     assert_close(weights, expected_weights, 1e-6)
 
 
+@pytest.mark.parametrize("num_live", [0, 1, 5, 7])
+def test_padding_goes_where_the_first_token_goes(num_live):
+    logits, gate = torch.randn(7, 16), torch.randn(7)
+    logits[num_live or 1 :], gate[num_live or 1 :] = float("nan"), float("nan")
+    live = torch.tensor([num_live], dtype=torch.int32)
+    experts, weights = route(logits, 4, gate, live)
+    expected_experts, expected_weights = route_ref(logits, 4, gate, live)
+    assert torch.equal(experts, expected_experts)
+    assert_close(weights, expected_weights, 1e-6)
+    alone, _ = route(logits[: num_live or 1], 4, gate[: num_live or 1])
+    assert torch.equal(experts[: num_live or 1], alone)
+    assert (experts[num_live:] == experts[0]).all()
+
+
 def test_ties_go_to_the_lower_expert():
     logits = torch.zeros(3, 16)
     logits[1, 3::4] = -0.0
