@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoding import decoding, fill_with_noise, pools
 from inline_engine import Run, greedy, make_runner, random_prompts, run
 from recording import StrictRecorder
 
@@ -25,8 +26,6 @@ from netra_backend.gpu.device_ops import REFERENCES
 from netra_backend.gpu.graphs import Bucket, make_buckets, reserved_bytes, seq_counts
 from netra_backend.gpu.runner import KernelRunner, recorder_of
 from netra_backend.model_runner import ModelRunner
-from netra_backend.request import Request, SamplingParams
-from netra_backend.sequence import Sequence
 
 LENGTHS = (1, 40, 62, 64, 127)
 
@@ -56,18 +55,6 @@ def make_graphed(checkpoint: Path, **knobs: object) -> tuple[KernelRunner, Stric
 @pytest.fixture(scope="module")
 def drafting(qwen: Path) -> tuple[KernelRunner, StrictRecorder]:
     return make_graphed(qwen, speculation="mtp", num_draft_tokens=3)
-
-
-def pools(runner: KernelRunner) -> list[torch.Tensor]:
-    """Everything that sequences keep between steps."""
-    caches = [t for c in runner._caches + runner._draft_caches for t in (c.pages, c.tails)]
-    states = [
-        tensor
-        for s in runner._states.layers
-        for tensor in (s.states, s.columns, *dataclasses.astuple(s.records), s.saved_states,
-                       s.saved_columns)
-    ]  # fmt: skip
-    return caches + states
 
 
 def test_a_replay_reads_tensors_and_no_python_value() -> None:
@@ -153,29 +140,6 @@ def test_a_step_beyond_every_bucket_is_launched_one_by_one(
 # ---- padding
 
 
-def fill_with_noise(runner: KernelRunner) -> list[torch.Tensor]:
-    """Random numbers in every pool; copies of them."""
-    generator = torch.Generator().manual_seed(0)
-    for pool in pools(runner):
-        pool.copy_(torch.rand(pool.shape, generator=generator))
-    return [pool.clone() for pool in pools(runner)]
-
-
-def decoding(
-    seq_id: int, slot: int, pages: list[int], num_tail: int, drafts: int
-) -> ScheduledSequence:
-    """A sequence behind `pages` and a tail, with as many tokens to replay as it computes."""
-    computed, rows = 64 * len(pages) + num_tail, 1 + drafts
-    tokens = [3 + (i + seq_id) % 200 for i in range(computed + 1)]
-    request = Request(str(seq_id), (3,), SamplingParams(temperature=0.0), 0.0)
-    seq = Sequence(seq_id, request, tokens, computed, seed=0, num_computed_tokens=computed,
-                   num_replay_tokens=rows, block_table=pages, slot=slot)  # fmt: skip
-    draft_ids = list(range(5, 5 + drafts))
-    return ScheduledSequence(
-        seq, rows, draft_token_ids=draft_ids, num_logits=rows, num_wanted_drafts=2
-    )
-
-
 def test_recordings_and_warm_up_leave_every_pool_as_it_was(qwen: Path) -> None:
     runner, recorder = make_graphed(qwen, speculation="mtp", num_draft_tokens=3, max_num_seqs=2)
     before = fill_with_noise(runner)
@@ -212,6 +176,30 @@ def test_padding_touches_nothing_of_others(drafting: tuple[KernelRunner, StrictR
         else:
             assert rows == []
     assert changed == {"pages", "slots"}
+
+
+def test_padding_asks_for_no_other_experts_than_the_first_row(qwen: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    def note(x: torch.Tensor, scales: None, experts: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.append(experts)
+        return REFERENCES.expert_outputs(x, scales, experts, *rest)  # type: ignore[arg-type]
+
+    config = EngineConfig(
+        checkpoint=str(qwen), dtype="float32", kv_cache_memory="64MiB", max_num_seqs=7,
+        max_model_len=512, speculation="ngram", num_draft_tokens=3,
+    )  # fmt: skip
+    ops = dataclasses.replace(REFERENCES, expert_outputs=note)
+    runner = KernelRunner(config, qwen, frozenset(), torch.device("cpu"), ops)
+    fill_with_noise(runner)
+    step = Bucket(4, 4, 8).step(runner.model_config.num_kv_heads, 7, torch.device("cpu"))
+    step.groups[0].fill([decoding(900, 3, [4, 2], 30, 2)], runner.plan.kv.tail_rows, {})
+    step.groups[0].upload()
+    with torch.inference_mode():
+        runner._model.forward(step, runner._caches, runner._states.layers)
+    assert len(seen) == len(runner.model_config.layer_types)
+    assert all((experts[3:] == experts[0]).all() for experts in seen)
+    assert any((experts[:3] != experts[0]).any() for experts in seen)
 
 
 def test_the_device_begins_at_launch_and_samples_at_wait(

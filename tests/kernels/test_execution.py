@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoding import decoding, fill_with_noise, pools
 from inline_engine import greedy, make_runner, random_prompts, run
 from kernel_checks import relative_error
 
 from checkpoints import VOCAB_SIZE, make_fp8, make_random_mtp
 from netra_backend import runners
+from netra_backend.batch import Batch
 from netra_backend.config import EngineConfig
 from netra_backend.engine import Engine
 from netra_backend.gpu.device_ops import KERNELS, REFERENCES
+from netra_backend.gpu.graphs import Bucket
 from netra_backend.gpu.runner import KernelRunner
 from netra_backend.request import Request
 
@@ -171,6 +174,33 @@ def test_mtp_over_quantised_pages_follows_the_references(fp8):
         seen.append((out.token_ids, drafts, logits))
     assert seen[0][:2] == seen[1][:2], "tokens or drafts differ"
     assert seen[1][2].error(seen[0][2]) < INNER_ERROR
+
+
+def test_a_padded_bucket_gives_the_numbers_of_an_exact_fit(plain):
+    """Rows, sequences, splits and page columns past those in use; a page is sealed. The draft layer follows."""
+    runner = kernel_runner(plain, speculation="mtp", num_draft_tokens=2, max_model_len=320)
+    items = [decoding(1, 1, [], 64, 0), decoding(2, 3, [5, 2], 30, 2)]
+    items[0].seal_block_ids = [7]
+    ids = torch.arange(40, 48, dtype=torch.int32)
+    found = []
+    for bucket in (None, Bucket(4, 3, 8)):
+        before = fill_with_noise(runner)
+        with torch.inference_mode():
+            if bucket is None:
+                hidden, _ = runner._forward(Batch(items), items)
+                step = runner._current
+            else:
+                step = bucket.step(1, 5, torch.device("cpu"))
+                runner._bring(step.groups[0], items, {})
+                hidden = runner._model.forward(step, runner._caches, runner._states.layers)
+                assert step.groups[0].shape.num_splits == 5
+            drafted = runner._mtp._head(hidden, ids[: len(hidden)], step, runner._draft_caches[0])
+        found.append([hidden[:4].clone(), drafted[:4].clone(), *(x.clone() for x in pools(runner))])
+    for exact, padded in zip(*found, strict=True):
+        assert relative_error(padded, exact) < 1e-5
+    for old, new in zip(before, found[1][2:], strict=True):
+        changed = {i for i in range(len(old)) if not torch.equal(old[i], new[i])}
+        assert changed <= ({1, 3} if len(old) == runner.plan.num_slots else {7})
 
 
 def test_a_prefix_hit_restores_the_checkpoint(plain, monkeypatch):
