@@ -143,7 +143,7 @@ def test_a_step_beyond_every_bucket_is_launched_one_by_one(
 def test_recordings_and_warm_up_leave_every_pool_as_it_was(qwen: Path) -> None:
     runner, recorder = make_graphed(qwen, speculation="mtp", num_draft_tokens=3, max_num_seqs=2)
     before = fill_with_noise(runner)
-    runner._record(recorder, make_buckets(2, 3), 2)
+    runner._record(recorder, make_buckets(2, 3, 64), 2)
     runner._run_chunks(130)
     assert all(map(torch.equal, before, pools(runner)))
 
@@ -223,7 +223,7 @@ def test_all_buckets_are_recorded_before_the_runner_is_there(
 ) -> None:
     with caplog.at_level(logging.INFO):
         runner, recorder = make_graphed(qwen, max_num_seqs=3, speculation="mtp", num_draft_tokens=2)
-    buckets = make_buckets(3, 2)
+    buckets = make_buckets(3, 2, 64)
     assert list(runner._graphs._graphs) == buckets
     expected = 2 * len(buckets) + len(seq_counts(3))
     assert recorder.num_recordings == expected
@@ -239,7 +239,7 @@ def test_all_buckets_are_recorded_before_the_runner_is_there(
 def test_memory_for_steps_is_in_the_plan(qwen: Path) -> None:
     runner, _ = make_graphed(qwen, max_num_seqs=2)
     plan, model = runner.plan, ModelConfig.from_file(qwen / "config.json")
-    assert plan.reserved_bytes == reserved_bytes(model, make_buckets(2, 0), 7, 4, 1) > 0
+    assert plan.reserved_bytes == reserved_bytes(model, make_buckets(2, 0, 64), 7, 4, 1) > 0
     assert plan.total_bytes == plan.reserved_bytes + sum(p.nbytes for p in pools(runner))
     assert f"steps and their graphs ({plan.reserved_bytes / 2**20:,.0f} MiB)" in plan.describe()
 
@@ -268,17 +268,20 @@ def step_of(counts: list[int]) -> list[ScheduledSequence]:
     return [decoding(i, i, [], 5, count - 1) for i, count in enumerate(counts)]
 
 
-@pytest.mark.parametrize(("num_seqs", "num_drafts"), [(1, 0), (3, 16), (32, 4), (100, 3)])
+@pytest.mark.parametrize(
+    ("num_seqs", "num_drafts", "max_rows"),
+    [(1, 0, 512), (3, 16, 512), (32, 4, 512), (100, 3, 150), (40, 1, 16)],
+)
 def test_every_step_within_the_limits_has_a_bucket_and_every_bucket_a_step(
-    num_seqs: int, num_drafts: int
+    num_seqs: int, num_drafts: int, max_rows: int
 ) -> None:
-    buckets = make_buckets(num_seqs, num_drafts)
+    buckets = make_buckets(num_seqs, num_drafts, max_rows)
     assert buckets == sorted(set(buckets))
-    assert max(b.num_rows for b in buckets) == num_seqs * (1 + num_drafts)
+    assert max(b.num_rows for b in buckets) == min(max_rows, num_seqs * (1 + num_drafts))
     used = set()
     for count in range(1, num_seqs + 1):
         for most in range(1, num_drafts + 2):
-            for total in range(count + most - 1, count * most + 1):
+            for total in range(count + most - 1, min(max_rows, count * most) + 1):
                 sizes = Bucket(count, most, total)
                 held = [b for b in buckets if b.holds(sizes)]
                 assert held, sizes
@@ -288,7 +291,7 @@ def test_every_step_within_the_limits_has_a_bucket_and_every_bucket_a_step(
 
 
 def test_the_largest_bucket_has_a_bound() -> None:
-    assert max(b.num_rows for b in make_buckets(256, 8)) == 1024
+    assert max(b.num_rows for b in make_buckets(256, 8, 4096)) == 1024
 
 
 def test_chunks_and_double_seals_fit_no_bucket() -> None:

@@ -23,8 +23,8 @@ from netra_backend.gpu.step_inputs import Group, GroupShape, StepInputs, num_spl
 logger = logging.getLogger(__name__)
 
 _MAX_ROWS = 1024
-"""Rows of the largest bucket. A step of so many computes for at least 8 ms; launching some 500 operations one by one takes
-10 to 20 ms, which the device spends on the step before it (shared/design kernels.md 4 and 5: estimates)."""
+"""Rows of the largest bucket. Beyond, a step computes for 10 ms and more, in which some 500 operations can be launched one by
+one (20 to 40 us each: shared/design kernels.md 4 and 5, not measured on a device)."""
 
 _QUERY_LENS = (2, 4, 8, 16)
 """With eight query heads to a key head, attention pads 1 and 2 rows to 16, 4 to 32, 8 to 64: others would gain nothing."""
@@ -113,18 +113,20 @@ def seq_counts(max_num_seqs: int) -> list[int]:
     return sorted({n for n in powers + between if n < max_num_seqs} | {max_num_seqs})
 
 
-def make_buckets(max_num_seqs: int, max_draft_tokens: int) -> list[Bucket]:
-    """All buckets, in the order in which they are tried. Drafts make batches ragged: the mean number of rows, which most
-    products pay for, is a size of its own besides the largest, which attention pays for.
+def make_buckets(max_num_seqs: int, max_draft_tokens: int, max_rows: int) -> list[Bucket]:
+    """Buckets for all steps of up to `max_rows` (and _MAX_ROWS) rows, in the order in which they are tried. Drafts make
+    batches ragged: rows in all, which most products pay for, are a size of their own besides the longest sequence's, which
+    attention pays for.
     """
+    most = min(max_rows, _MAX_ROWS)
     lens = [n for n in _QUERY_LENS if n <= max_draft_tokens] + [1 + max_draft_tokens]
     found, fewer = [], 0
     for num_seqs in seq_counts(max_num_seqs):
         for index, longest in enumerate(lens):
             # Any step that fits no smaller bucket has one row for each sequence, and one sequence longer than those allow.
             least = fewer + 1 + (lens[index - 1] if index else 0)
-            totals = sorted({num_seqs * mean for mean in (1, *lens[: index + 1])})
-            found += [Bucket(num_seqs, longest, n) for n in totals if least <= n <= _MAX_ROWS]
+            totals = {min(most, num_seqs * mean) for mean in (1, *lens[: index + 1])}
+            found += [Bucket(num_seqs, longest, n) for n in sorted(totals) if n >= least]
         fewer = num_seqs
     return found
 

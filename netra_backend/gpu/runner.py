@@ -103,8 +103,8 @@ class KernelRunner:
         self.drafts_in_blocks = False
         self._max_logits = config.max_num_seqs * (1 + drafts.max_draft_tokens)
         recorder = recorder or recorder_of(config, device)
-        max_drafts = drafts.max_draft_tokens
-        buckets = make_buckets(config.max_num_seqs, max_drafts) if recorder else []
+        sizes = (config.max_num_seqs, drafts.max_draft_tokens, config.max_num_batched_tokens)
+        buckets = make_buckets(*sizes) if recorder else []
         self._allocate(config, buckets)
         draw = KernelDraw(ops.sample)
         self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device, draw)
