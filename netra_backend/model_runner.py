@@ -46,12 +46,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class DeferredStep:
-    """A step that runs when it is waited for: on a CPU, what comes before `wait` would only be late."""
+    """What of a step runs when it is waited for: on a CPU all of it, for what comes before `wait` would only be late."""
 
     compute: Callable[[], StepOutput]
 
     def wait(self) -> StepOutput:
-        """Run the step."""
+        """Run it."""
         return self.compute()
 
 

@@ -97,6 +97,10 @@ def _router_cases() -> list[Case]:
             "route top-8 of 256 + shared",
             lambda: route(meta(7, 256, dtype=F32), 8, meta(7, dtype=F32)),
         ),
+        Case(
+            "route top-8 of 256 + shared, with padding",
+            lambda: route(meta(7, 256, dtype=F32), 8, meta(7, dtype=F32), meta(1, dtype=I32)),
+        ),
         Case("align 16, few rows", lambda: align(meta(7, 9, dtype=I32), 257, 16)),
         Case("align 64, many rows", lambda: align(meta(1000, 9, dtype=I32), 257, 64)),
     ]
