@@ -40,6 +40,38 @@ def test_numerics_section_of_the_dry_run(tmp_path):
     assert all(row["error"] < row["limit"] for row in rows)
 
 
+def test_whole_steps_of_the_dry_run(tmp_path):
+    """The engine's runner on random weights: decoding with a draft, and a chunk that seals a page."""
+    script = load()
+    output = tmp_path / "report.json"
+    assert script.main(["--dry-run", "--sections", "steps", "--output", str(output)]) == 0
+    built, *steps = json.loads(output.read_text())["rows"]
+    assert built["failure"] == ""
+    assert [row["name"].split()[0] for row in steps] == ["decode", "prompt"]
+    for row in steps:
+        assert min(row["ms"], row["wall_ms"], row["floor_ms"], row["rows_per_s"]) > 0
+        assert row["in_graph"] is False
+
+
+def test_what_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch):
+    script = load()
+    one = script.torch.ones(3)
+
+    def unbuildable(_):
+        raise MemoryError("too large\nin detail")
+
+    makes = [
+        script.partial(unbuildable, 7),
+        script.partial(script.Work, "good", lambda: (one,), reference=lambda: (one,)),
+    ]
+    monkeypatch.setattr(script, "numerics", lambda _: makes)
+    output = tmp_path / "report.json"
+    assert script.main(["--dry-run", "--sections", "numerics", "--output", str(output)]) == 1
+    bad, good = json.loads(output.read_text())["rows"]
+    assert (bad["name"], bad["failure"]) == ("unbuildable(7,)", "MemoryError: too large")
+    assert (good["failure"], good["error"]) == ("", 0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("section", ["timing", "layers"])
 def test_timed_sections_of_the_dry_run(tmp_path, section):
