@@ -30,6 +30,7 @@ from netra_kernels.rms_norm import quantize_fp8_ref, rms_norm, rms_norm_ref
 from netra_kernels.rope import rope, rope_ref, rotary_table
 from netra_kernels.router import route, route_ref
 from netra_kernels.sampling import SamplingRows, sample, sample_ref
+from netra_kernels.tuning import tiling
 
 Output = tuple[torch.Tensor, ...]
 
@@ -121,7 +122,8 @@ class Builder:
                 32, 48, (count, layout.page_bytes), dtype=torch.uint8, device=self.device
             )
         table = torch.randperm(count, device=self.device).int().view(users, pages_each)
-        splits = 0 if not pages_each else max(1, min(64, pages_each, 264 // (users * s.kv_heads)))
+        programs = users * s.kv_heads * tiling(query, 1).tiles
+        splits = 0 if not pages_each else max(1, min(64, pages_each, 264 // programs))
         inputs = AttentionInputs(
             table, self.ints(list(range(users))), self.ints([64 * pages_each] * users), self.ints([tail] * users),
             self.ints([i * query for i in range(users + 1)]), query, splits,

@@ -52,3 +52,18 @@ def test_costs_follow_the_load(launches: ModuleType, config_file: Path) -> None:
         assert totals[1][name] == 2 * totals[0][name] > 0
     for name in ("_gate_up_kernel", "_fp8_gemm_kernel"):
         assert totals[0][name] <= totals[1][name] < 2 * totals[0][name]
+
+
+def test_the_history_of_a_long_chunk_is_not_split(launches: ModuleType, config_file: Path) -> None:
+    """Its tiles fill the device, and every split would write and read all of its rows in float32."""
+    splits = {}
+    for rows in (64, 4096):
+        config, found = launches.trace(config_file, launches.Load(1, rows, 2048, is_chunk=True))
+        splits[rows] = next(x.grid[2] for x in found if x.name == "_history_kernel")
+        assert (
+            launches.floor_seconds(
+                found, config, launches.Load(1, rows, 2048, True), launches.Rates()
+            )
+            > 0
+        )
+    assert splits == {64: 32, 4096: 2}

@@ -18,6 +18,7 @@ from netra_backend.sequence import PAGE_SIZE
 from netra_kernels.gated_delta_chunk import num_boundaries
 from netra_kernels.gated_delta_rule import DeltaInputs
 from netra_kernels.paged_attention import AttentionInputs
+from netra_kernels.tuning import tiling
 
 _ALIGNMENT = 4
 """int32 elements in 16 bytes."""
@@ -211,13 +212,14 @@ def group_of(
     seals = [len(item.seal_block_ids) for item in items]
     pages = [len(item.seq.block_table) + (0 if is_chunks else len(item.seal_block_ids)) for item in items]  # fmt: skip
     saves = is_chunks and any(item.checkpoints for item in items)
+    tiles = tiling(max(counts), group=1).tiles  # programs that a chunk fills at least, unsplit
     shape = GroupShape(
         num_rows=sum(counts),
         num_seqs=len(items),
         max_query_len=max(counts),
         max_seals=max(seals),
         table_width=max(pages),
-        num_splits=num_splits(len(items), num_kv_heads, max(pages)),
+        num_splits=num_splits(len(items) * tiles, num_kv_heads, max(pages)),
         boundaries=num_boundaries(max(counts)) if saves else 0,
     )
     return Group(shape, device, is_chunks)
