@@ -11,6 +11,7 @@ shapes on the CPU, with TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from h200_compile import compile_ahead
 from h200_report import Report, Row, attempt, machine_rates, milliseconds
 from h200_steps import step_rows
 from h200_work import TINY, Builder, Output, Shapes, Work
@@ -183,6 +185,9 @@ def main(arguments: list[str]) -> int:
     print(
         f"{'':62s} {'error':>10s} {'ms':>9s} {'floor':>9s} {'ratio':>7s} {'step ms':>9s} {'rows/s':>9s}"
     )
+    if not options.dry_run:
+        cores = len(os.sched_getaffinity(0))
+        report.add(attempt("compiled ahead", partial(compile_ahead, cores)))
     for section in options.sections.split(","):
         started = time.monotonic()
         for row in section_rows(section, Builder(shapes, device), rates):

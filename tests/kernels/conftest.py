@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MACHINE_CODE_TESTS = {"test_aot.py", "test_machine_code.py"}
+MACHINE_CODE_TESTS = {"test_aot.py", "test_h200_compile.py", "test_machine_code.py"}
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "kernels")]
