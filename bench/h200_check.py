@@ -95,7 +95,6 @@ def layers(b: Builder) -> Iterator[tuple[str, list[tuple[int, Make]]]]:
                 f"decode users={users} query={query} context={s.context}",
                 [
                     (2 * total, partial(b.norm, rows)),
-                    (total, partial(b.router, rows)),
                     (total, partial(b.moe, rows)),
                     (total, partial(b.gemm, rows, s.hidden, width)),
                     *((s.delta_layers, make) for make in delta),

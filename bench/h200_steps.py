@@ -173,7 +173,7 @@ class Steps:
         runner, config = self._runner, self._runner.model_config
         pages = runner.plan.num_pages
         batch = batch_of(load, config.vocab_size, pages)
-        floor = floor_seconds(record(self._shapes, load), config, load, self._rates)
+        floor = floor_seconds(record(self._shapes, batch), config, load, self._rates)
         with torch.inference_mode():
             forward = Forward(runner, batch)
             ms, in_graph = milliseconds(forward, self._device)

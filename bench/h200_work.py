@@ -28,8 +28,9 @@ from netra_kernels.gated_delta_rule import (
 from netra_kernels.paged_attention import AttentionInputs, paged_attention, paged_attention_ref
 from netra_kernels.rms_norm import quantize_fp8_ref, rms_norm, rms_norm_ref
 from netra_kernels.rope import rope, rope_ref, rotary_table
-from netra_kernels.router import route, route_ref
+from netra_kernels.router import Routing, route, route_ref
 from netra_kernels.sampling import SamplingRows, sample, sample_ref
+from netra_kernels.seal import seal, seal_ref
 from netra_kernels.tuning import tiling
 
 Output = tuple[torch.Tensor, ...]
@@ -230,16 +231,18 @@ class Builder:
         down, down_scales = self.weight(s.experts + 1, s.hidden, s.inter)
         layer = ExpertWeights(gate_up, down, gate_up_scales, down_scales)
         x, scales = self.fp8(tokens, s.hidden)
-        chosen, weights = route(torch.randn(tokens, s.experts, device=self.device), s.top_k,
-                                torch.randn(tokens, device=self.device))  # fmt: skip
-        used = chosen.unique().numel()
+        logits = torch.randn(tokens, s.experts, device=self.device)
+        gate = torch.randn(tokens, device=self.device)
+        counts = torch.zeros(s.experts + 1, dtype=torch.int32, device=self.device)
+        chosen = route_ref(logits, s.top_k, gate)
+        used = int((chosen.counts > 0).sum())
         return Work(
-            f"MoE tokens={tokens} ({used} experts)",
-            lambda: (fused_moe(x, scales, chosen, weights, layer),),
+            f"route + MoE tokens={tokens} ({used} experts)",
+            lambda: (fused_moe(x, scales, route(logits, s.top_k, gate, counts=counts), layer),),
             used * 3.0 * s.inter * s.hidden,
-            6.0 * chosen.numel() * s.inter * s.hidden,
+            6.0 * chosen.experts.numel() * s.inter * s.hidden,
             fp8=True,
-            reference=lambda: (fused_moe_ref(x, scales, chosen, weights, layer),),
+            reference=lambda: (fused_moe_ref(x, scales, chosen, layer),),
             limit=0.05,
         )
 
@@ -298,9 +301,12 @@ class Builder:
             torch.randn(rows, device=self.device),
         )
 
-        def call(function: Callable[..., Output]) -> Output:
-            experts, weights = function(logits, self.s.top_k, gate)
-            return experts.float(), weights
+        counts = torch.zeros(self.s.experts + 1, dtype=torch.int32, device=self.device)
+
+        def call(function: Callable[..., Routing]) -> Output:
+            counts.zero_()
+            found = function(logits, self.s.top_k, gate, counts=counts)
+            return found.experts.float(), found.weights, found.counts.float()
 
         return Work(
             f"route rows={rows}",
@@ -336,7 +342,7 @@ class Builder:
 
         return Work(
             f"seal {codec}",
-            lambda: call(kv_codec.seal),
-            reference=lambda: call(kv_codec.seal_ref),
+            lambda: call(seal),
+            reference=lambda: call(seal_ref),
             limit=0.02,
         )

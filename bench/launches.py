@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from netra_backend.batch import Batch
 from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.gpu.runner import KernelRunner
 from step_floor import Launch, Rates, cost, floor_seconds, seconds
@@ -120,9 +121,8 @@ def shape_runner(
         return KernelRunner(knobs, directory, frozenset(), torch.device("meta"), weights=weights)
 
 
-def record(runner: KernelRunner, load: Load) -> list[Launch]:
+def record(runner: KernelRunner, batch: Batch) -> list[Launch]:
     """The launches of a step, by the runner itself."""
-    batch = batch_of(load, runner.model_config.vocab_size)
     with recorder() as launches:
         runner._forward(batch, batch.scheduled)
     return launches
@@ -131,7 +131,7 @@ def record(runner: KernelRunner, load: Load) -> list[Launch]:
 def trace(config_file: Path, load: Load, codec: str = "int8") -> tuple[ModelConfig, list[Launch]]:
     """The launches of one step."""
     runner = shape_runner(config_file, load.users, 0 if load.is_chunk else load.rows - 1, codec)
-    return runner.model_config, record(runner, load)
+    return runner.model_config, record(runner, batch_of(load, runner.model_config.vocab_size))
 
 
 def layers(config: ModelConfig, launches: list[Launch]) -> list[tuple[str, list[Launch]]]:

@@ -263,6 +263,13 @@ def tail_rows(max_draft_tokens: int) -> int:
     return min(TAIL_ROWS, PAGE_SIZE + -(-max_draft_tokens // 8) * 8)
 
 
+def ring_tail_rows(max_draft_tokens: int) -> int:
+    """The same where one launch seals a full page and writes a token and its drafts, each row no other's: the page may
+    wait with as many accepted drafts behind it.
+    """
+    return tail_rows(2 * max_draft_tokens + 1)
+
+
 def slot_layout(model: ModelConfig, max_draft_tokens: int) -> SlotLayout:
     """Rows that a slot keeps so that a rejected draft costs nothing: one token and its drafts."""
     num_records = 1 + max_draft_tokens

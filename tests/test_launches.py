@@ -31,14 +31,24 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_fp8(plain, folder / "fp8") / "config.json"
 
 
-def test_layers_take_as_few_launches_as_promised(launches: ModuleType, config_file: Path) -> None:
-    config, found = launches.trace(config_file, launches.Load(4, 3, 640))
-    by_layer = launches.layers(config, found)
+@pytest.mark.parametrize(("users", "seals"), [(4, False), (4, True), (400, False)])
+def test_layers_take_as_few_launches_as_promised(
+    launches: ModuleType, config_file: Path, users: int, seals: bool
+) -> None:
+    """Few rows or many, and in steps that fill pages."""
+    runner = launches.shape_runner(config_file, users, 2)
+    config = runner.model_config
+    batch = launches.batch_of(launches.Load(users, 3, 640), config.vocab_size)
+    if seals:
+        batch.scheduled[0].seal_block_ids = [1]
+    by_layer = launches.layers(config, launches.record(runner, batch))
     assert [kind for kind, _ in by_layer] == list(config.layer_types)
-    assert max(len(own) for _, own in by_layer) <= 12
+    assert [len(own) for _, own in by_layer] == [12] * len(by_layer)
     names = [launch.name for launch in by_layer[0][1]]
     assert names.count("_gated_delta_rule_kernel") == 1
     assert names.index("_gate_up_kernel") == names.index("_down_kernel") - 1
+    rope = next(launch for launch in by_layer[-1][1] if launch.name == "_rope_kernel")
+    assert rope.constants["SEAL"] == seals
 
 
 def test_costs_follow_the_load(launches: ModuleType, config_file: Path) -> None:

@@ -25,6 +25,7 @@ from netra_backend.memory_plan import (
     pages_for,
     plan_host,
     plan_memory,
+    ring_tail_rows,
     slot_layout,
     tail_rows,
 )
@@ -210,6 +211,8 @@ def test_a_longer_model_len_than_the_model_has_is_refused() -> None:
 def test_tails_hold_a_page_and_the_drafts() -> None:
     assert tail_rows(0) == PAGE_SIZE
     assert tail_rows(3) == PAGE_SIZE + 8
+    for drafts in range(17):  # a page and what waits behind it, then a token and its drafts
+        assert PAGE_SIZE + drafts + 1 + drafts <= ring_tail_rows(drafts) <= TAIL_ROWS
     assert tail_rows(1000) == TAIL_ROWS
 
 

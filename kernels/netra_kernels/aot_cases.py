@@ -17,13 +17,14 @@ from netra_kernels.fp8_gemm import fp8_gemm
 from netra_kernels.fused_moe import ExpertWeights, fused_moe
 from netra_kernels.gated_delta_chunk import gated_delta_chunk
 from netra_kernels.gated_delta_rule import DeltaInputs, DeltaRecords, gated_delta_rule
-from netra_kernels.kv_codec import CODECS, page_layout, seal
+from netra_kernels.kv_codec import CODECS, page_layout
 from netra_kernels.kv_tail import store_tail
 from netra_kernels.paged_attention import AttentionInputs, paged_attention
 from netra_kernels.rms_norm import gated_rms_norm, rms_norm
 from netra_kernels.rope import rope
-from netra_kernels.router import align, route
+from netra_kernels.router import Routing, route
 from netra_kernels.sampling import Penalties, SamplingRows, penalize, sample
+from netra_kernels.seal import Sealing, seal
 
 BF16, FP8, F32, I32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int32
 
@@ -69,16 +70,31 @@ def _norm_cases() -> list[Case]:
     ]
 
 
-def _rope(rotate: bool, with_tail: bool) -> object:
+def _rope(rotate: bool, with_tail: bool, codec: str = "") -> object:
     q_and_gate, kv = meta(7, 16, 512), meta(7, 4, 256)
+    sealing = None
+    if codec:
+        integers = (meta(9, dtype=I32) for _ in range(3))
+        sealing = Sealing(
+            pages_of(codec, 99), meta(9, 1, dtype=I32), *integers, page_layout(codec, 2, 256)
+        )
     return rope(
         q_and_gate[..., :256], kv[:, :2], kv[:, 2:], meta(7, dtype=I32), meta(262144, 64, dtype=F32),
         meta(256), meta(256), 1e-6, True, rotate,
-        meta(9, 2, 2, 128, 256) if with_tail else None, meta(7, dtype=I32) if with_tail else None,
+        meta(9, 2, 2, 128, 256) if with_tail else None, meta(7, dtype=I32) if with_tail else None, False, sealing,
     )  # fmt: skip
 
 
 def _rope_cases() -> list[Case]:
+    sealing = [
+        Case(
+            f"rope + norms + tail + seal {codec}, 16/2 x 256",
+            lambda codec=codec: _rope(page_layout(codec, 2, 256).rotates_keys, True, codec),  # type: ignore[misc]
+            max_narrow_loads=0,
+            slow=codec not in ("plain", "int8", "int4"),
+        )
+        for codec in CODECS
+    ]
     return [
         Case(
             "rope + norms + rotation + tail, 16/2 x 256",
@@ -88,6 +104,7 @@ def _rope_cases() -> list[Case]:
         Case(
             "rope + norms of a chunk, 16/2 x 256", lambda: _rope(False, False), max_narrow_loads=0
         ),
+        *sealing,
     ]
 
 
@@ -101,8 +118,6 @@ def _router_cases() -> list[Case]:
             "route top-8 of 256 + shared, with padding",
             lambda: route(meta(7, 256, dtype=F32), 8, meta(7, dtype=F32), meta(1, dtype=I32)),
         ),
-        Case("align 16, few rows", lambda: align(meta(7, 9, dtype=I32), 257, 16)),
-        Case("align 64, many rows", lambda: align(meta(1000, 9, dtype=I32), 257, 64)),
     ]
 
 
@@ -271,9 +286,11 @@ def _moe(num_tokens: int) -> object:
         meta(257, 8, 16, dtype=F32), meta(257, 16, 4, dtype=F32),
     )  # fmt: skip
     x, scales = meta(num_tokens, 2048, dtype=FP8), meta(num_tokens, 16, dtype=F32)
-    return fused_moe(
-        x, scales, meta(num_tokens, 9, dtype=I32), meta(num_tokens, 9, dtype=F32), layer
-    )
+    routing = Routing(
+        meta(num_tokens, 9, dtype=I32), meta(num_tokens, 9, dtype=F32), meta(257, num_tokens, dtype=I32),
+        meta(257, dtype=I32),
+    )  # fmt: skip
+    return fused_moe(x, scales, routing, layer)
 
 
 def _moe_cases() -> list[Case]:

@@ -2,9 +2,9 @@
 
 x [num_tokens, hidden] (e4m3 with scales [num_tokens, hidden / 128], or the model's dtype); gate_up [E, 2 * inter,
 hidden] (gate rows first) and down [E, hidden, inter], FP8 with float32 scales per 128 x 128 block, or the model's
-dtype; experts, weights [num_tokens, slots] from router.py. A shared expert is simply the last of the E, in every
-token's last slot. Rows come sorted by expert (router.align, or with few rows by gate_up itself); with few rows per expert the weight is the left MMA
-operand (SWAP), so 16 rows waste none. The activation between the two products is FP8 per 64 channels: the
+dtype; a Routing from router.py. A shared expert is simply the last of the E, in every token's last slot. Each block of
+rows is one expert's: gate_up finds its block from the experts' counts and lists. With few rows per expert the weight is
+the left MMA operand (SWAP), so 16 rows waste none. The activation between the two products is FP8 per 64 channels: the
 columns of one program. Does not know how tokens were routed.
 """
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from netra_kernels.fp8_gemm import dequantize_ref
-from netra_kernels.router import align, unaligned
+from netra_kernels.router import Routing
 from netra_kernels.tuning import lookup
 
 ACT_GROUP = 64
@@ -25,9 +25,6 @@ ACT_GROUP = 64
 
 MANY_ROWS = 32
 """Mean rows per expert from which blocks of 64 rows are used instead of 16 (weights are then read less often)."""
-
-SELF_ALIGNED_ROWS = 1024
-"""Rows up to which each gate_up program finds its block's rows itself, which saves the launch of `align`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +40,12 @@ class ExpertWeights:
 def expert_outputs_ref(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
-    experts: torch.Tensor,
+    routing: Routing,
     layer: ExpertWeights,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Reference of `expert_outputs`, without the inner requantisation."""
+    experts = routing.experts
     inputs = x.float() if x_scales is None else x.float() * x_scales.repeat_interleave(128, 1)
     out = torch.empty((*experts.shape, layer.down.shape[1]), dtype=dtype, device=x.device)
     for expert in experts.unique().tolist():
@@ -64,14 +62,13 @@ def expert_outputs_ref(
 def fused_moe_ref(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
+    routing: Routing,
     layer: ExpertWeights,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Reference of `fused_moe`, without the inner requantisation."""
-    y = expert_outputs_ref(x, x_scales, experts, layer, torch.float32)
-    return (y * weights[..., None]).sum(1).to(dtype)
+    y = expert_outputs_ref(x, x_scales, routing, layer, torch.float32)
+    return (y * routing.weights[..., None]).sum(1).to(dtype)
 
 
 @triton.jit
@@ -84,59 +81,51 @@ def _product(b_x, b_w, SWAP: tl.constexpr):
     return b_out
 
 
+def capacity_of(num_rows: int, num_experts: int, block: int) -> int:
+    """Rows that blocks of one expert each can need: every expert in use may waste block - 1."""
+    padded = num_rows + min(num_experts, num_rows) * (block - 1)
+    return -(-padded // block) * block
+
+
 @triton.jit
 def _find_block(
-    p_experts, i_b, num_rows, EXPERTS: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr
-):
-    """What `align` would say of block i_b: its expert, its rows [BM], and how many blocks there are in all."""
-    o_c, o_e, o_m = tl.arange(0, CHUNK), tl.arange(0, EXPERTS), tl.arange(0, BM)
-    b_count = tl.zeros([EXPERTS], tl.int32)
-    for i_c in range(0, num_rows, CHUNK):
-        mask = i_c + o_c < num_rows
-        b_id = tl.load(p_experts + i_c + o_c, mask=mask, other=0)
-        b_count += tl.histogram(b_id, EXPERTS, mask=mask)
+    p_members, p_counts, i_b, num_rows, SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Block i_b of all experts' rows: its expert, its rows [BM] (num_rows: none), and how many blocks there are."""
+    o_e = tl.arange(0, EXPERTS)
+    b_count = tl.load(p_counts + o_e, mask=o_e < NUM_EXPERTS, other=0)
     b_blocks = (b_count + BM - 1) // BM
     i_e = tl.sum((tl.cumsum(b_blocks, 0) <= i_b).to(tl.int32), 0)
     i_first = tl.sum(tl.where(o_e < i_e, b_blocks, 0), 0)
-    n_before = (i_first - i_b) * BM  # minus the expert's rows in its earlier blocks
-    o_row = tl.full([BM], 0, tl.int32) + num_rows
-    for i_c in range(0, num_rows, CHUNK):
-        b_id = tl.load(p_experts + i_c + o_c, mask=i_c + o_c < num_rows, other=-1)
-        b_mine = (b_id == i_e).to(tl.int32)
-        b_rank = tl.where(b_mine > 0, n_before + tl.cumsum(b_mine, 0) - 1, -1)
-        b_place = tl.where(b_rank[None, :] == o_m[:, None], (i_c + o_c)[None, :], num_rows)
-        o_row = tl.minimum(o_row, tl.min(b_place, 1))
-        n_before += tl.sum(b_mine, 0)
-    return i_e, o_row, tl.sum(b_blocks, 0)
+    o_place = (i_b - i_first) * BM + tl.arange(0, BM)
+    there = o_place < tl.sum(tl.where(o_e == i_e, b_count, 0), 0)
+    p_mine = p_members + i_e.to(tl.int64) * (num_rows // SLOTS)
+    return i_e, tl.load(p_mine + o_place, mask=there, other=num_rows), tl.sum(b_blocks, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gate_up_kernel(
-    p_x, p_x_scales, p_w, p_w_scales, p_experts, p_rows, p_block_experts, p_num_blocks, p_act, p_act_scales,
-    num_rows, SLOTS: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, FP8: tl.constexpr, ALIGN: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    p_x, p_x_scales, p_w, p_w_scales, p_members, p_counts, p_rows, p_block_experts, p_num_blocks, p_act,
+    p_act_scales, num_rows, SLOTS: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, FP8: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     i_n, i_b = tl.program_id(0), tl.program_id(1)
     o_m = i_b * BM + tl.arange(0, BM)
-    if ALIGN:
-        i_expert, o_row, n_blocks = _find_block(p_experts, i_b, num_rows, EXPERTS, BM, 128)
-    else:
-        n_blocks = tl.load(p_num_blocks)
+    i_expert, o_row, n_blocks = _find_block(
+        p_members, p_counts, i_b, num_rows, SLOTS, NUM_EXPERTS, EXPERTS, BM
+    )
     if i_b >= n_blocks:
         return
     AXIS: tl.constexpr = 0 if SWAP else 1
     STEPS: tl.constexpr = (HIDDEN + 127) // 128
     WIDE: tl.constexpr = (2 * INTER + 127) // 128
-    if ALIGN:
-        if i_n == 0:  # for the down launch
-            tl.store(p_rows + o_m, o_row)
-            tl.store(p_block_experts + i_b, i_expert)
-            if i_b == 0:
-                tl.store(p_num_blocks, n_blocks)
-    else:
-        i_expert = tl.load(p_block_experts + i_b)
-        o_row = tl.load(p_rows + o_m)
+    if i_n == 0:  # for the down launch
+        tl.store(p_rows + o_m, o_row)
+        tl.store(p_block_experts + i_b, i_expert)
+        if i_b == 0:
+            tl.store(p_num_blocks, n_blocks)
     i_e = i_expert.to(tl.int64)
     o_n, o_k = i_n * BN + tl.arange(0, BN), tl.arange(0, BK)
     live = o_row < num_rows
@@ -178,13 +167,16 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _down_kernel(
-    p_act, p_act_scales, p_w, p_w_scales, p_rows, p_block_experts, p_num_blocks, p_out, num_rows,
+    p_act, p_act_scales, p_w, p_w_scales, p_counts, p_rows, p_block_experts, p_num_blocks, p_out, num_rows,
     HIDDEN: tl.constexpr, INTER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, FP8: tl.constexpr,
+    SWAP: tl.constexpr, FP8: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     i_n, i_b = tl.program_id(0), tl.program_id(1)
     if i_b >= tl.load(p_num_blocks):
         return
+    if i_n == 0 and i_b == 0:  # read by gate_up alone; ready for the next routing
+        o_e = tl.arange(0, EXPERTS)
+        tl.store(p_counts + o_e, tl.zeros([EXPERTS], tl.int32), mask=o_e < NUM_EXPERTS)
     AXIS: tl.constexpr = 0 if SWAP else 1
     STEPS: tl.constexpr = (INTER + 127) // 128
     HIGH: tl.constexpr = (HIDDEN + 127) // 128
@@ -233,44 +225,44 @@ def _combine_kernel(
 def expert_outputs(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
-    experts: torch.Tensor,
+    routing: Routing,
     layer: ExpertWeights,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """[num_tokens, slots, hidden]: what each chosen expert makes of its token (rms_norm can take the weighted sum)."""
-    num_tokens, slots = experts.shape
+    """[num_tokens, slots, hidden]: what each chosen expert makes of its token (rms_norm can take the weighted sum).
+
+    routing.counts are zero afterwards.
+    """
+    num_tokens, slots = routing.experts.shape
     num_experts, hidden, inter = layer.down.shape
     fp8 = layer.gate_up_scales is not None
     assert x.is_contiguous()
     assert layer.gate_up.shape == (num_experts, 2 * inter, hidden)
     assert fp8 == (x_scales is not None) == (layer.down_scales is not None)
+    assert routing.members.shape == (num_experts, num_tokens)
     assert inter % ACT_GROUP == 0
     assert layer.gate_up.data_ptr() % 16 == layer.down.data_ptr() % 16 == x.data_ptr() % 16 == 0
     rows = num_tokens * slots
     bucket = "rows16" if rows <= MANY_ROWS * num_experts else "rows64"
     first, second = lookup("moe_gate_up", bucket), lookup("moe_down", bucket)
-    aligns = rows <= SELF_ALIGNED_ROWS
-    order = (
-        unaligned(experts, num_experts, first.rows)
-        if aligns
-        else align(experts, num_experts, first.rows)
-    )
-    capacity, blocks = order.rows.numel(), order.block_experts.numel()
+    capacity = capacity_of(rows, num_experts, first.rows)
+    blocks = capacity // first.rows
     act = x.new_empty((capacity, inter), dtype=x.dtype if fp8 else dtype)
     act_scales = x.new_empty((capacity, inter // ACT_GROUP), dtype=torch.float32) if fp8 else None
-    shared = (order.rows, order.block_experts, order.num_blocks)
+    block_rows = x.new_empty(capacity, dtype=torch.int32)
+    order = (block_rows, x.new_empty(blocks, dtype=torch.int32), x.new_empty(1, dtype=torch.int32))
+    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts)}
     _gate_up_kernel[(inter // ACT_GROUP, blocks)](
-        x, x_scales, layer.gate_up, layer.gate_up_scales, experts, *shared, act, act_scales, rows,
-        SLOTS=slots, HIDDEN=hidden, INTER=inter, BM=first.rows, BN=first.columns,
-        BK=first.depth if fp8 else 64, SWAP=first.swapped, FP8=fp8, ALIGN=aligns,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        x, x_scales, layer.gate_up, layer.gate_up_scales, routing.members, routing.counts, *order, act,
+        act_scales, rows, SLOTS=slots, HIDDEN=hidden, INTER=inter, BM=first.rows, BN=first.columns,
+        BK=first.depth if fp8 else 64, SWAP=first.swapped, FP8=fp8, **sizes,
         num_warps=first.num_warps, num_stages=first.num_stages,
     )  # fmt: skip
     y = x.new_empty((num_tokens, slots, hidden), dtype=dtype)
     _down_kernel[(triton.cdiv(hidden, second.columns), blocks)](
-        act, act_scales, layer.down, layer.down_scales, *shared, y, rows,
+        act, act_scales, layer.down, layer.down_scales, routing.counts, *order, y, rows,
         HIDDEN=hidden, INTER=inter, BM=second.rows, BN=second.columns, BK=second.depth,
-        SWAP=second.swapped, FP8=fp8, num_warps=second.num_warps, num_stages=second.num_stages,
+        SWAP=second.swapped, FP8=fp8, **sizes, num_warps=second.num_warps, num_stages=second.num_stages,
     )  # fmt: skip
     return y
 
@@ -278,13 +270,12 @@ def expert_outputs(
 def fused_moe(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
+    routing: Routing,
     layer: ExpertWeights,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """sum over slots of weight * expert(x) [num_tokens, hidden]; see the file's docstring."""
-    y = expert_outputs(x, x_scales, experts, layer, dtype)
+    y, weights = expert_outputs(x, x_scales, routing, layer, dtype), routing.weights
     num_tokens, slots, hidden = y.shape
     assert weights.shape == (num_tokens, slots)
     assert weights.is_contiguous()

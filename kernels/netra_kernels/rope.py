@@ -1,4 +1,4 @@
-"""Query/key norm, rotary embedding, codec rotation of the queries and the write into the tail: one launch.
+"""Query/key norm, rotary embedding, codec rotation of the queries, write into the tail and seal: one launch.
 
 q [num_tokens, num_q_heads, head_dim] and k, v [num_tokens, num_kv_heads, head_dim], each a view whose heads
 are contiguous rows; positions int32 [num_tokens]; cos_sin float32 [max_position, rotary_dim], cosines then
@@ -6,7 +6,8 @@ sines. The first rotary_dim channels turn, the others pass; the pairs that turn 
 (2 i, 2 i + 1) if interleaved. Everything is float32 between the
 load and one rounding. tail [num_slots, 2, num_kv_heads, tail_rows, head_dim]; slot_mapping int32 [num_tokens] =
 slot * tail_rows + row, negative: not into the tail (a prompt chunk still reads the rows it would overwrite).
-Does not know what a page is.
+With a Sealing, more programs of the launch seal full tails; the rows that are written must not be those that are sealed.
+Does not know what is in a page.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import triton
 import triton.language as tl
 
 from netra_kernels.hadamard import hadamard, hadamard_ref
+from netra_kernels.kv_codec import LIMIT, MIN_SCALE, PAGE, page_layout
+from netra_kernels.seal import TOKENS, Sealing, fill_page, seal_ref, sizes_of
+
+_NO_PAGES = sizes_of(page_layout("plain", 1, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +82,16 @@ def rope_ref(
     tail: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
     interleaved: bool = False,
+    sealing: Sealing | None = None,
 ) -> RopeOutput:
     """Reference of `rope`."""
     table = cos_sin[positions.long()]
     q_out = _norm_rope_ref(q, table, q_weight, eps, zero_centered, interleaved)
     k_out = _norm_rope_ref(k, table, k_weight, eps, zero_centered, interleaved)
+    if sealing is not None:
+        assert tail is not None
+        of = sealing
+        seal_ref(of.pages, tail, of.seal_pages, of.slots, of.num_sealed, of.num_tail, of.layout)
     if tail is not None and slot_mapping is not None:
         rows = tail.shape[3]
         kept = slot_mapping >= 0
@@ -121,15 +131,33 @@ def _norm_rope(
     return (b_y * b_cos[None, :] + b_p * b_sin[None, :]).to(b_x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "max_seals"])
 def _rope_kernel(
     p_q, p_k, p_v, p_positions, p_cos_sin, p_q_weight, p_k_weight, p_q_out, p_k_out, p_q_rotated,
-    p_tail, p_slot_mapping, eps, stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,
+    p_tail, p_slot_mapping, p_pages, p_seal_pages, p_slots, p_num_sealed, p_num_tail, eps, num_tokens, max_seals,
+    stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, ROTARY: tl.constexpr, TAIL_ROWS: tl.constexpr, NORM: tl.constexpr,
     OFFSET: tl.constexpr, ROTATE: tl.constexpr, HAS_TAIL: tl.constexpr,
-    STAGES: tl.constexpr, SCALE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    STAGES: tl.constexpr, SCALE: tl.constexpr, INTERLEAVED: tl.constexpr, SEAL: tl.constexpr,
+    TOKENS: tl.constexpr, LIMIT: tl.constexpr, MIN: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    V_CODES: tl.constexpr, K_SCALES: tl.constexpr, K_ZEROS: tl.constexpr, V_SCALES: tl.constexpr,
+    V_ZEROS: tl.constexpr, HEAD_BYTES: tl.constexpr,
 ):  # fmt: skip
+    if SEAL:
+        i_seal = 2 * (tl.program_id(0) - num_tokens) + tl.program_id(1)
+        if i_seal >= 0:
+            i_tokens = i_seal // (2 * NUM_KV)
+            i_job = i_tokens // (64 // TOKENS)
+            i_page = tl.load(p_seal_pages + i_job).to(tl.int64)
+            if i_page >= 0:
+                fill_page(
+                    i_page, i_job, i_tokens % (64 // TOKENS), i_seal % (2 * NUM_KV), p_pages, p_tail, p_slots,
+                    p_num_sealed, p_num_tail, p_k, p_v, p_slots, 1.0, 1.0, 0, 0, 0, 0, max_seals, NUM_KV, DIM,
+                    TAIL_ROWS, TOKENS, KEY, VALUE, V_CODES, K_SCALES, K_ZEROS, V_SCALES, V_ZEROS, HEAD_BYTES,
+                    False, LIMIT, MIN, STAGES, SCALE,
+                )  # fmt: skip
+            return
     i_t = tl.program_id(0).to(tl.int64)
     i_position = tl.load(p_positions + i_t)
     o_d = tl.arange(0, DIM)
@@ -181,6 +209,7 @@ def rope(
     tail: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
     interleaved: bool = False,
+    sealing: Sealing | None = None,
 ) -> RopeOutput:
     """Norm (with weights), rotary embedding, optional rotation and tail write; see the file's docstring."""
     num_tokens, num_q, dim = q.shape
@@ -193,16 +222,29 @@ def rope(
     assert tail is None or (
         tail.is_contiguous() and tail.shape[2] == num_kv and tail.shape[4] == dim
     )
+    num_seals, max_seals = (
+        (0, 1) if sealing is None else (sealing.seal_pages.numel(), sealing.seal_pages.shape[1])
+    )
+    if sealing is not None:
+        assert tail is not None, "pages are sealed from the tail"
+        assert sealing.pages.is_contiguous()
+        assert sealing.pages.shape[1:] == sealing.layout.page_shape
+        assert sealing.pages.data_ptr() % 16 == 0, "pages are read 16 bytes at a time"
     q_out = torch.empty((num_tokens, num_q, dim), dtype=q.dtype, device=q.device)
     k_out = torch.empty((num_tokens, num_kv, dim), dtype=k.dtype, device=k.device)
     q_rotated = torch.empty_like(q_out) if rotate else None
-    _rope_kernel[(num_tokens, 2)](
-        q, k, v, positions, cos_sin, q_weight, k_weight, q_out, k_out, q_rotated, tail, slot_mapping, eps,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+    sealed = [None] * 5 if sealing is None else [
+        sealing.pages, sealing.seal_pages, sealing.slots, sealing.num_sealed, sealing.num_tail
+    ]  # fmt: skip
+    _rope_kernel[(num_tokens + num_seals * (PAGE // TOKENS) * num_kv, 2)](
+        q, k, v, positions, cos_sin, q_weight, k_weight, q_out, k_out, q_rotated, tail, slot_mapping, *sealed,
+        eps, num_tokens, max_seals, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         NUM_Q=num_q, NUM_KV=num_kv,
         Q_HEADS=triton.next_power_of_2(num_q), KV_HEADS=triton.next_power_of_2(num_kv),
         DIM=dim, ROTARY=rotary, TAIL_ROWS=1 if tail is None else tail.shape[3],
         NORM=q_weight is not None, OFFSET=1.0 if zero_centered else 0.0, ROTATE=rotate,
-        HAS_TAIL=tail is not None, STAGES=dim.bit_length() - 1, SCALE=dim**-0.5, INTERLEAVED=interleaved, num_warps=4,
+        HAS_TAIL=tail is not None, STAGES=dim.bit_length() - 1, SCALE=dim**-0.5, INTERLEAVED=interleaved,
+        SEAL=sealing is not None, TOKENS=TOKENS, LIMIT=LIMIT, MIN=MIN_SCALE,
+        **(_NO_PAGES if sealing is None else sizes_of(sealing.layout)), num_warps=4,
     )  # fmt: skip
     return RopeOutput(q_out, k_out, q_rotated)

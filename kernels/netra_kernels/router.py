@@ -1,12 +1,10 @@
-"""Which experts a token goes to, and the order in which the expert GEMMs read the tokens.
+"""Which experts a token goes to, and which rows an expert gets.
 
-route:  logits [num_tokens, num_experts] -> experts int32 and weights float32 [num_tokens, top_k (+ 1)]: softmax
-        in float32, the top_k largest (equal ones: lower id first), renormalised. With shared_logits
-        [num_tokens] a last column holds expert num_experts (the shared one) with weight sigmoid(logit). Tokens from
-        num_live int32 [1] on are padding: they go where token 0 goes, so that they ask for no other expert.
-align:  experts [num_tokens, slots] -> Alignment: rows sorted by expert, each expert padded to whole blocks.
-One program per expert does the counting sort on its own: no atomics, so the order never varies.
-Does not know what an expert computes.
+logits [num_tokens, num_experts] -> Routing: softmax in float32, the top_k largest (equal ones: lower id first),
+renormalised. With shared_logits [num_tokens] a last column holds expert num_experts (the shared one) with weight
+sigmoid(logit). Tokens from num_live int32 [1] on are padding: they go where token 0 goes, so that they ask for no
+other expert. A row is token * slots + slot. Rows take their places in their expert's list by an atomic count: their
+order may vary, what an expert makes of a row does not depend on it. Does not know what an expert computes.
 """
 
 from __future__ import annotations
@@ -19,14 +17,15 @@ import triton.language as tl
 
 
 @dataclass(frozen=True, slots=True)
-class Alignment:
-    """rows int32 [capacity]: token * slots + slot, or num_rows for padding; block_experts int32
-    [capacity / block]: expert of each block; num_blocks int32 [1]: blocks in use; block: rows per block."""
+class Routing:
+    """experts int32 and weights float32 [num_tokens, slots]; members int32 [num_experts (+ 1), num_tokens]: the first
+    counts[e] of row e are the rows that expert e gets, in any order.
+    """
 
-    rows: torch.Tensor
-    block_experts: torch.Tensor
-    num_blocks: torch.Tensor
-    block: int
+    experts: torch.Tensor
+    weights: torch.Tensor
+    members: torch.Tensor
+    counts: torch.Tensor
 
 
 def route_ref(
@@ -34,8 +33,9 @@ def route_ref(
     top_k: int,
     shared_logits: torch.Tensor | None = None,
     num_live: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference of `route`."""
+    counts: torch.Tensor | None = None,
+) -> Routing:
+    """Reference of `route`; it has no use for counts. members past an expert's count: -1."""
     if num_live is not None:
         source = torch.arange(len(logits), device=logits.device)
         source = torch.where(source < num_live, source, 0)
@@ -45,38 +45,26 @@ def route_ref(
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = probabilities.gather(1, order)
     weights = weights / weights.sum(-1, keepdim=True)
+    num_experts = logits.shape[1] + (shared_logits is not None)
     if shared_logits is not None:
         shared = torch.full_like(order[:, :1], logits.shape[1])
         order = torch.cat([order, shared], dim=1)
         weights = torch.cat([weights, shared_logits.float().sigmoid()[:, None]], dim=1)
-    return order.int(), weights
+    return Routing(order.int(), weights, *_members_ref(order, num_experts))
 
 
-def capacity_of(num_rows: int, num_experts: int, block: int) -> int:
-    """Rows that the sorted order can need: every expert in use may waste block - 1."""
-    padded = num_rows + min(num_experts, num_rows) * (block - 1)
-    return -(-padded // block) * block
-
-
-def align_ref(experts: torch.Tensor, num_experts: int, block: int) -> Alignment:
-    """Reference of `align` (entries past num_blocks: padding and expert 0)."""
-    flat = experts.flatten()
-    capacity = capacity_of(flat.numel(), num_experts, block)
-    rows = torch.full((capacity,), flat.numel(), dtype=torch.int32)
-    block_experts = torch.zeros(capacity // block, dtype=torch.int32)
-    at = 0
-    for expert in range(num_experts):
-        mine = (flat == expert).nonzero().flatten().int()
-        blocks = -(-len(mine) // block)
-        rows[at * block : at * block + len(mine)] = mine
-        block_experts[at : at + blocks] = expert
-        at += blocks
-    return Alignment(rows, block_experts, torch.tensor([at], dtype=torch.int32), block)
+def _members_ref(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    owners, rows = experts.flatten().sort(stable=True)
+    counts = torch.bincount(owners, minlength=num_experts)
+    ranks = torch.arange(len(owners), device=owners.device) - (counts.cumsum(0) - counts)[owners]
+    members = torch.full((num_experts, len(experts)), -1, dtype=torch.int32, device=owners.device)
+    members[owners, ranks] = rows.int()
+    return members, counts.int()
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    p_logits, p_shared, p_num_live, p_experts, p_weights, num_tokens, stride_logits, stride_shared,
+    p_logits, p_shared, p_num_live, p_experts, p_weights, p_members, p_counts, num_tokens, stride_logits, stride_shared,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
@@ -111,10 +99,19 @@ def _route_kernel(
     if HAS_SHARED:
         b_gate = tl.load(p_shared + o_source * stride_shared, mask=live, other=0.0).to(tl.float32)
         b_weight = tl.where((o_s == TOP_K)[None, :], tl.sigmoid(b_gate)[:, None], b_weight)
-    o_out = o_t[:, None] * SLOTS + o_s[None, :]
+    o_row = o_t[:, None] * SLOTS + o_s[None, :]
     kept = live[:, None] & (o_s < SLOTS)[None, :]
-    tl.store(p_experts + o_out, b_expert, mask=kept)
-    tl.store(p_weights + o_out, b_weight, mask=kept)
+    tl.store(p_experts + o_row, b_expert, mask=kept)
+    tl.store(p_weights + o_row, b_weight, mask=kept)
+    drawn = live[:, None] & (o_s < TOP_K)[None, :]
+    b_one = tl.full([ROWS, COLUMNS], 1, tl.int32)
+    b_place = tl.atomic_add(p_counts + b_expert, b_one, mask=drawn, sem="relaxed").to(tl.int64)
+    if HAS_SHARED:  # every token's
+        b_place = tl.where((o_s == TOP_K)[None, :], o_t[:, None], b_place)
+        if tl.program_id(0) == 0:
+            tl.store(p_counts + NUM_EXPERTS, num_tokens)
+    o_member = b_expert.to(tl.int64) * num_tokens + b_place
+    tl.store(p_members + o_member, o_row.to(tl.int32), mask=kept)
 
 
 def route(
@@ -122,73 +119,29 @@ def route(
     top_k: int,
     shared_logits: torch.Tensor | None = None,
     num_live: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts and weights of every token; see the file's docstring."""
+    counts: torch.Tensor | None = None,
+) -> Routing:
+    """Experts and weights of every token; see the file's docstring.
+
+    counts int32 zeros [num_experts (+ 1)], made here if not given, become those of the result; expert_outputs leaves
+    them zero for the next call. Calls that share them must be ordered on one stream.
+    """
     num_tokens, num_experts = logits.shape
+    has_shared = shared_logits is not None
     assert logits.stride(1) == 1
     assert top_k <= num_experts < 65536
-    slots = top_k + (shared_logits is not None)
-    experts = torch.empty((num_tokens, slots), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_tokens, slots), dtype=torch.float32, device=logits.device)
+    slots, device = top_k + has_shared, logits.device
+    if counts is None:
+        counts = torch.zeros(num_experts + has_shared, dtype=torch.int32, device=device)
+    assert counts.shape == (num_experts + has_shared,)
+    experts = torch.empty((num_tokens, slots), dtype=torch.int32, device=device)
+    weights = torch.empty((num_tokens, slots), dtype=torch.float32, device=device)
+    members = torch.empty((len(counts), num_tokens), dtype=torch.int32, device=device)
     _route_kernel[(triton.cdiv(num_tokens, 4),)](
-        logits, shared_logits, num_live, experts, weights, num_tokens, logits.stride(0),
+        logits, shared_logits, num_live, experts, weights, members, counts, num_tokens, logits.stride(0),
         0 if shared_logits is None else shared_logits.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, SLOTS=slots,
-        COLUMNS=triton.next_power_of_2(slots), ROWS=4, HAS_SHARED=shared_logits is not None,
+        COLUMNS=triton.next_power_of_2(slots), ROWS=4, HAS_SHARED=has_shared,
         HAS_LIVE=num_live is not None, num_warps=4,
     )  # fmt: skip
-    return experts, weights
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _align_kernel(
-    p_experts, p_rows, p_block_experts, p_num_blocks, num_rows,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    i_e = tl.program_id(0)
-    o_c, o_e = tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
-    b_count = tl.zeros([EXPERTS], tl.int32)
-    for i_c in range(0, num_rows, CHUNK):
-        mask = i_c + o_c < num_rows
-        b_id = tl.load(p_experts + i_c + o_c, mask=mask, other=0)
-        b_count += tl.histogram(b_id, EXPERTS, mask=mask)
-    b_blocks = (b_count + BLOCK - 1) // BLOCK
-    i_first = tl.sum(tl.where(o_e < i_e, b_blocks, 0), 0)
-    n_mine = tl.sum(tl.where(o_e == i_e, b_count, 0), 0)
-    n_blocks = (n_mine + BLOCK - 1) // BLOCK
-    if i_e == NUM_EXPERTS - 1:
-        tl.store(p_num_blocks, i_first + n_blocks)
-    n_before = 0
-    for i_c in range(0, num_rows, CHUNK):
-        b_id = tl.load(p_experts + i_c + o_c, mask=i_c + o_c < num_rows, other=-1)
-        b_mine = (b_id == i_e).to(tl.int32)
-        b_rank = n_before + tl.cumsum(b_mine, 0) - 1
-        tl.store(p_rows + i_first * BLOCK + b_rank, i_c + o_c, mask=b_mine > 0)
-        n_before += tl.sum(b_mine, 0)
-    for i_b in range(n_blocks):
-        tl.store(p_block_experts + i_first + i_b, i_e)
-    o_pad = n_mine + tl.arange(0, BLOCK)
-    tl.store(p_rows + i_first * BLOCK + o_pad, num_rows, mask=o_pad < n_blocks * BLOCK)
-
-
-def unaligned(experts: torch.Tensor, num_experts: int, block: int) -> Alignment:
-    """Room for the alignment of `experts`, for a kernel that works it out itself."""
-    assert experts.is_contiguous()
-    assert block & (block - 1) == 0
-    capacity = capacity_of(experts.numel(), num_experts, block)
-    rows = torch.empty(capacity, dtype=torch.int32, device=experts.device)
-    block_experts = torch.empty(capacity // block, dtype=torch.int32, device=experts.device)
-    num_blocks = torch.empty(1, dtype=torch.int32, device=experts.device)
-    return Alignment(rows, block_experts, num_blocks, block)
-
-
-def align(experts: torch.Tensor, num_experts: int, block: int) -> Alignment:
-    """Sort the rows of `experts` [num_tokens, slots] (ids below num_experts) by expert; see above."""
-    order, num_rows = unaligned(experts, num_experts, block), experts.numel()
-    chunk = min(2048, max(64, triton.next_power_of_2(num_rows)))
-    _align_kernel[(num_experts,)](
-        experts, order.rows, order.block_experts, order.num_blocks, num_rows,
-        NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block, CHUNK=chunk,
-        num_warps=4,
-    )  # fmt: skip
-    return order
+    return Routing(experts, weights, members, counts)

@@ -19,13 +19,13 @@ from netra_kernels import (
     fused_moe,
     gated_delta_chunk,
     gated_delta_rule,
-    kv_codec,
     kv_tail,
     paged_attention,
     rms_norm,
     rope,
     router,
     sampling,
+    seal,
 )
 from netra_kernels.attention_merge import AttentionOutput
 from netra_kernels.fused_moe import ExpertWeights
@@ -34,6 +34,8 @@ from netra_kernels.kv_codec import PageLayout
 from netra_kernels.paged_attention import AttentionInputs
 from netra_kernels.rms_norm import NormOutput
 from netra_kernels.rope import RopeOutput
+from netra_kernels.router import Routing
+from netra_kernels.seal import Sealing
 
 Tensor = torch.Tensor
 
@@ -56,12 +58,13 @@ class GatedRmsNorm(Protocol):
 
 
 class Rope(Protocol):
-    """Norms and rotary embedding of q and k, rotation of q, write into the tail."""
+    """Norms and rotary embedding of q and k, rotation of q, write into the tail, seal of full tails."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, q_weight: Tensor | None = None,
         k_weight: Tensor | None = None, eps: float = 1e-6, zero_centered: bool = False, rotate: bool = False,
         tail: Tensor | None = None, slot_mapping: Tensor | None = None, interleaved: bool = False,
+        sealing: Sealing | None = None,
     ) -> RopeOutput: ...  # fmt: skip
 
 
@@ -118,18 +121,21 @@ class GatedDeltaChunk(Protocol):
 
 
 class Route(Protocol):
-    """Experts and weights of every token, the shared expert last; padding goes where token 0 goes."""
+    """Experts and weights of every token, the shared expert last; and the rows of every expert. Padding goes where token 0
+    goes.
+    """
 
     def __call__(
         self, logits: Tensor, top_k: int, shared_logits: Tensor | None = None, num_live: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        counts: Tensor | None = None,
+    ) -> Routing: ...  # fmt: skip
 
 
 class ExpertOutputs(Protocol):
     """What each chosen expert makes of its token."""
 
     def __call__(
-        self, x: Tensor, x_scales: Tensor | None, experts: Tensor, layer: ExpertWeights,
+        self, x: Tensor, x_scales: Tensor | None, routing: Routing, layer: ExpertWeights,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor: ...  # fmt: skip
 
@@ -166,7 +172,7 @@ KERNELS = DeviceOps(
     rms_norm=rms_norm.rms_norm,
     gated_rms_norm=rms_norm.gated_rms_norm,
     rope=rope.rope,
-    seal=kv_codec.seal,
+    seal=seal.seal,
     store_tail=kv_tail.store_tail,
     paged_attention=paged_attention.paged_attention,
     causal_conv1d=causal_conv1d.causal_conv1d,
@@ -183,7 +189,7 @@ REFERENCES = DeviceOps(
     rms_norm=rms_norm.rms_norm_ref,
     gated_rms_norm=rms_norm.gated_rms_norm_ref,
     rope=rope.rope_ref,
-    seal=kv_codec.seal_ref,
+    seal=seal.seal_ref,
     store_tail=kv_tail.store_tail_ref,
     paged_attention=paged_attention.paged_attention_ref,
     causal_conv1d=causal_conv1d.causal_conv1d_ref,

@@ -2,7 +2,7 @@
 
 Each launch is one operation of the table. The order of launches is the storage rule:
 
-    short sequences   seal full tails; norms, rotary embedding and write into the tail; attention
+    short sequences   norms, rotary embedding, write into the tail and seal of full tails in one; attention
     chunks            norms and rotary embedding; attention; seal from tail and chunk; what is left into the tail
 
 Knows no architecture's order of layers (models.py).
@@ -30,6 +30,7 @@ from netra_kernels.attention_merge import AttentionOutput
 from netra_kernels.gated_delta_rule import DeltaInputs
 from netra_kernels.kv_codec import PageLayout
 from netra_kernels.rms_norm import GROUP
+from netra_kernels.seal import Sealing
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +97,19 @@ class Attention:
         )
         q, gate = (q[..., :dim], q[..., dim:]) if self._gated else (q, None)
         shared, tail = group.attention, cache.tails
-        seal = (cache.pages, tail, group.seal_pages, shared.slots, group.sealed_before,
-                group.tail_before, cache.layout)  # fmt: skip
-        if not group.is_chunks and group.shape.max_seals:
-            ops.seal(*seal)
+        sealed = (
+            group.seal_pages,
+            shared.slots,
+            group.sealed_before,
+            group.tail_before,
+            cache.layout,
+        )
+        seals_first = not group.is_chunks and group.shape.max_seals
+        sealing = Sealing(cache.pages, *sealed) if seals_first else None
         q_norm, k_norm = self._norms
         turned = ops.rope(
             q, k, v, group.positions, self._cos_sin, q_norm, k_norm, config.rms_norm_eps, True, cache.layout.rotates_keys,
-            None if group.is_chunks else tail, None if group.is_chunks else group.tail_mapping,
+            None if group.is_chunks else tail, None if group.is_chunks else group.tail_mapping, sealing=sealing,
         )  # fmt: skip
         out = ops.paged_attention(
             turned.q, turned.k, v, cache.pages, tail, shared, cache.layout, dim**-0.5, turned.q_rotated,
@@ -111,7 +117,7 @@ class Attention:
         )  # fmt: skip
         if group.is_chunks:
             if group.shape.max_seals:
-                ops.seal(*seal, turned.k, v, shared.cu_seqlens_q)
+                ops.seal(cache.pages, tail, *sealed, turned.k, v, shared.cu_seqlens_q)
             ops.store_tail(turned.k, v, tail, group.tail_mapping)
         return out
 
@@ -210,6 +216,7 @@ class SparseMlp:
         }
         self._router = Projection(weights, setting, gates, config.hidden_size)
         self._experts = load_experts(weights, setting, prefix)
+        self._counts = torch.zeros(config.num_experts + 1, dtype=torch.int32, device=setting.device)
 
     @property
     def fp8(self) -> bool:
@@ -223,10 +230,10 @@ class SparseMlp:
         config, ops = self._setting.config, self._setting.ops
         logits, count = self._router(x), config.num_experts
         top_k, gate = config.num_experts_per_tok, logits[:, count]
-        chosen, weights = ops.route(logits[:, :count], top_k, gate, live_rows)
+        routing = ops.route(logits[:, :count], top_k, gate, live_rows, self._counts)
         rows = x.hidden if x.fp8 is None else x.fp8
-        outputs = ops.expert_outputs(rows, x.scales, chosen, self._experts, self._setting.dtype)
-        return outputs, weights
+        outputs = ops.expert_outputs(rows, x.scales, routing, self._experts, self._setting.dtype)
+        return outputs, routing.weights
 
 
 class DenseMlp:

@@ -52,7 +52,7 @@ from netra_backend.memory_plan import (
     pages_for,
     plan_memory,
     ring_layout,
-    tail_rows,
+    ring_tail_rows,
 )
 from netra_backend.model_runner import DTYPES, DeferredStep, in_batch_order, num_checkpoints
 from netra_backend.models.weights import Weights
@@ -140,7 +140,7 @@ class KernelRunner:
             max_draft_tokens=drafts,
             num_checkpoints=num_checkpoints(config, model),
             checkpoint_element_bytes=saved_dtype.itemsize,
-            kv=KVLayout(codec, tail_rows(2 * drafts), draft_layers, draft_codec(codec)),
+            kv=KVLayout(codec, ring_tail_rows(drafts), draft_layers, draft_codec(codec)),
             slots=layout,
             reserved_bytes=reserved,
         )

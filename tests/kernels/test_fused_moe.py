@@ -29,11 +29,11 @@ def test_fp8_matches_reference(monkeypatch, num_tokens, experts, top_k):
     layer = fp8_layer(experts + 1, hidden, inter)
     x, scales = quantize_fp8_ref(torch.randn(num_tokens, hidden))
     logits = torch.randn(num_tokens, experts)
-    chosen, weights = route(logits, top_k, torch.randn(num_tokens))
+    routing = route(logits, top_k, torch.randn(num_tokens))
     assert (num_tokens * (top_k + 1) > 32 * (experts + 1)) == (num_tokens == 50)
-    expected = fused_moe_ref(x, scales, chosen, weights, layer, torch.float32)
+    expected = fused_moe_ref(x, scales, routing, layer, torch.float32)
     poison_empty(monkeypatch)
-    out = fused_moe(x, scales, chosen, weights, layer, torch.float32)
+    out = fused_moe(x, scales, routing, layer, torch.float32)
     assert_close(out, expected, 0.03)  # the inner activation has 3 mantissa bits
 
 
@@ -43,30 +43,35 @@ def test_bfloat16_matches_reference(monkeypatch, num_tokens, hidden):
         torch.randn(2, 128, hidden).bfloat16(), torch.randn(2, hidden, 64).bfloat16()
     )
     x = torch.randn(num_tokens, hidden).bfloat16()
-    chosen, weights = route(torch.randn(num_tokens, 2), 1)
-    expected = fused_moe_ref(x, None, chosen, weights, layer)
+    routing = route(torch.randn(num_tokens, 2), 1)
+    expected = fused_moe_ref(x, None, routing, layer)
     poison_empty(monkeypatch)
-    assert_close(fused_moe(x, None, chosen, weights, layer), expected, 6e-3)
+    assert_close(fused_moe(x, None, routing, layer), expected, 6e-3)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 60])
-def test_rows_found_by_gate_up_are_those_of_align(monkeypatch, num_tokens):
-    """Several blocks of an expert, experts without rows: the same bits with and without the launch of align."""
+def test_the_order_of_an_experts_rows_does_not_matter(monkeypatch, num_tokens):
+    """Several blocks of an expert, experts without rows, lists in another order: the same bits; counts are left zero."""
     layer = fp8_layer(6, 128, 64)
     x, scales = quantize_fp8_ref(torch.randn(num_tokens, 128))
-    chosen, weights = route(torch.randn(num_tokens, 5) + torch.tensor([3.0, 0, -9, 0, 0]), 2)
+    logits = torch.randn(num_tokens, 6) + torch.tensor([3.0, 0, -9, 0, 0, 1])
     poison_empty(monkeypatch)
-    own = fused_moe(x, scales, chosen, weights, layer)
-    monkeypatch.setattr("netra_kernels.fused_moe.SELF_ALIGNED_ROWS", 0)
-    assert torch.equal(own, fused_moe(x, scales, chosen, weights, layer))
+    routing = route(logits, 2)
+    turned = route(logits, 2)
+    for row, count in zip(turned.members, turned.counts.tolist(), strict=True):
+        row[:count] = row[:count].flip(0).clone()
+    first = fused_moe(x, scales, routing, layer)
+    assert not first.isnan().any()
+    assert torch.equal(first, fused_moe(x, scales, turned, layer))
+    assert not routing.counts.any()
+    again = fused_moe(x, scales, route(logits, 2, counts=routing.counts), layer)
+    assert torch.equal(first, again)
 
 
 def test_result_of_a_token_does_not_depend_on_its_neighbours():
     layer = fp8_layer(3, 128, 64)
     x, scales = quantize_fp8_ref(torch.randn(9, 128))
-    chosen, weights = route(torch.randn(9, 3), 2)
-    together = fused_moe(x, scales, chosen, weights, layer)
-    alone = fused_moe(
-        x[4:5], scales[4:5], chosen[4:5].contiguous(), weights[4:5].contiguous(), layer
-    )
+    logits = torch.randn(9, 3)
+    together = fused_moe(x, scales, route(logits, 2), layer)
+    alone = fused_moe(x[4:5], scales[4:5], route(logits[4:5], 2), layer)
     assert torch.equal(together[4], alone[0])

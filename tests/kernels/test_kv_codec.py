@@ -14,9 +14,8 @@ from netra_kernels.kv_codec import (
     decode_page_ref,
     encode_page_ref,
     page_layout,
-    seal,
-    seal_ref,
 )
+from netra_kernels.seal import seal, seal_ref
 
 QUANTISED = [codec for codec in CODECS if codec != "plain"]
 

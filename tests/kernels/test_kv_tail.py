@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from netra_kernels.kv_codec import PAGE, page_layout, seal
+from netra_kernels.kv_codec import PAGE, page_layout
 from netra_kernels.kv_tail import store_tail, store_tail_ref
+from netra_kernels.seal import seal
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (2, 128)])

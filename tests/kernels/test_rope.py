@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from kernel_checks import assert_close, poison_empty
 from scipy.linalg import hadamard as hadamard_matrix
 
 from netra_kernels.hadamard import hadamard_ref
+from netra_kernels.kv_codec import page_layout
 from netra_kernels.rope import rope, rope_ref, rotary_table
+from netra_kernels.seal import Sealing
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
@@ -54,6 +58,53 @@ def test_rope_matches_reference(monkeypatch, dtype, num_q, num_kv, dim, rotary, 
         assert torch.equal(tail[1, 0, :, 5], out.k[0])
         assert torch.equal(tail[2, 1, :, 127], v[3])
         assert (tail == 7).all(-1).sum() == (3 * 128 - 4) * 2 * num_kv
+
+
+@pytest.mark.parametrize("codec", ["plain", "int8", "int4"])
+def test_full_tails_are_sealed_by_the_same_launch(monkeypatch, codec):
+    """Of three sequences the first and the last seal the page before their new rows; the ring has just room for both."""
+    layout = page_layout(codec, 2, 64)
+    q, kv = torch.randn(6, 4, 64).bfloat16(), torch.randn(6, 4, 64).bfloat16()
+    tail = torch.randn(5, 2, 2, 72, 64).bfloat16()
+    pages = torch.zeros(
+        4, *layout.page_shape, dtype=torch.bfloat16 if codec == "plain" else torch.uint8
+    )
+    sealed, slots = torch.tensor([64, 0, 192]), torch.tensor([3, 0, 1])
+    counts, starts = torch.tensor([2, 1, 3]), torch.tensor([64 + 69, 20, 192 + 64])
+    which = torch.repeat_interleave(torch.arange(3), counts)
+    positions = starts[which] + torch.tensor([0, 1, 0, 0, 1, 2])
+    mapping = (slots[which] * 72 + positions % 72).int()
+    sealing = Sealing(
+        pages, torch.tensor([[2], [-1], [0]], dtype=torch.int32), slots.int(), sealed.int(),
+        (starts - sealed).int(), layout,
+    )  # fmt: skip
+    expected_pages, expected_tail = pages.clone(), tail.clone()
+    table = rotary_table(300, 16, 1e4, torch.device("cpu"))
+    arguments = (
+        q,
+        kv[:, :2],
+        kv[:, 2:],
+        positions.int(),
+        table,
+        None,
+        None,
+        1e-6,
+        False,
+        layout.rotates_keys,
+    )
+    expected = rope_ref(
+        *arguments,
+        expected_tail,
+        mapping,
+        sealing=dataclasses.replace(sealing, pages=expected_pages),
+    )
+    poison_empty(monkeypatch)
+    out = rope(*arguments, tail, mapping, sealing=sealing)
+    assert_close(out.q, expected.q, 2e-3)
+    assert_close(tail, expected_tail, 2e-3)
+    assert torch.equal(pages, expected_pages)
+    assert pages[2].any()
+    assert not pages[1].any()
 
 
 def test_rotary_table_keeps_precision_at_long_positions():

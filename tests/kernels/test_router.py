@@ -1,4 +1,4 @@
-"""route and align against their references: ids equal, ties, padding, empty experts; interpreted."""
+"""route against its reference: ids equal, ties, the rows that each expert gets, empty experts; interpreted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_checks import assert_close, poison_empty
 
-from netra_kernels.router import align, align_ref, route, route_ref
+from netra_kernels.router import route, route_ref
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +21,17 @@ def _poisoned(monkeypatch):
 def test_route_matches_reference(num_tokens, num_experts, top_k, shared):
     logits = torch.randn(num_tokens, num_experts)
     gate = torch.randn(num_tokens) if shared else None
-    experts, weights = route(logits, top_k, gate)
-    expected_experts, expected_weights = route_ref(logits, top_k, gate)
-    assert torch.equal(experts, expected_experts)
-    assert_close(weights, expected_weights, 1e-6)
+    out, expected = route(logits, top_k, gate), route_ref(logits, top_k, gate)
+    assert torch.equal(out.experts, expected.experts)
+    assert_close(out.weights, expected.weights, 1e-6)
+    assert torch.equal(out.counts, expected.counts)
+    assert members_of(out) == members_of(expected)
+
+
+def members_of(routing):
+    """Rows of each expert, whatever their order."""
+    counts = routing.counts.tolist()
+    return [sorted(row[:n].tolist()) for row, n in zip(routing.members, counts, strict=True)]
 
 
 @pytest.mark.parametrize("num_live", [0, 1, 5, 7])
@@ -32,11 +39,12 @@ def test_padding_goes_where_the_first_token_goes(num_live):
     logits, gate = torch.randn(7, 16), torch.randn(7)
     logits[num_live or 1 :], gate[num_live or 1 :] = float("nan"), float("nan")
     live = torch.tensor([num_live], dtype=torch.int32)
-    experts, weights = route(logits, 4, gate, live)
+    padded = route(logits, 4, gate, live)
+    experts, weights = padded.experts, padded.weights
     expected_experts, expected_weights = route_ref(logits, 4, gate, live)
     assert torch.equal(experts, expected_experts)
     assert_close(weights, expected_weights, 1e-6)
-    alone, _ = route(logits[: num_live or 1], 4, gate[: num_live or 1])
+    alone = route(logits[: num_live or 1], 4, gate[: num_live or 1]).experts
     assert torch.equal(experts[: num_live or 1], alone)
     assert (experts[num_live:] == experts[0]).all()
 
@@ -46,27 +54,20 @@ def test_ties_go_to_the_lower_expert():
     logits[1, 3::4] = -0.0
     logits[2] = -2.5
     logits[2, 9:12] = 1.0
-    experts, weights = route(logits.bfloat16(), 4)
-    assert experts.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [9, 10, 11, 0]]
-    assert_close(weights.sum(-1), torch.ones(3), 1e-6)
+    routing = route(logits.bfloat16(), 4)
+    assert routing.experts.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [9, 10, 11, 0]]
+    assert_close(routing.weights.sum(-1), torch.ones(3), 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "slots", "num_experts", "block"), [(1, 2, 8, 16), (13, 3, 7, 16), (40, 2, 5, 64)]
-)
-def test_align_matches_reference(num_tokens, slots, num_experts, block):
-    experts = torch.randint(0, num_experts - 1, (num_tokens, slots), dtype=torch.int32)
-    experts[experts == 2] = 1  # an expert without rows in the middle, and one at the end
-    out, expected = align(experts, num_experts, block), align_ref(experts, num_experts, block)
-    blocks = expected.num_blocks.item()
-    assert out.num_blocks.item() == blocks
-    assert torch.equal(out.block_experts[:blocks], expected.block_experts[:blocks])
-    assert torch.equal(out.rows[: blocks * block], expected.rows[: blocks * block])
-
-
-def test_align_one_expert_takes_every_row():
-    experts = torch.full((50, 2), 3, dtype=torch.int32)
-    out = align(experts, 4, 16)
-    assert out.num_blocks.item() == 7
-    assert torch.equal(out.rows[:100], torch.arange(100, dtype=torch.int32))
-    assert (out.rows[100:112] == 100).all()
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_one_expert_takes_every_row_and_others_none(top_k):
+    logits = torch.zeros(50, 5)
+    logits[:, 3] = 9.0
+    counts = torch.zeros(6, dtype=torch.int32)
+    routing = route(logits, top_k, torch.zeros(50), counts=counts)
+    assert routing.counts is counts
+    rows = members_of(routing)
+    assert rows[3] == [t * (top_k + 1) for t in range(50)]
+    assert rows[5] == [t * (top_k + 1) + top_k for t in range(50)]
+    assert rows[4] == rows[1] == []
+    assert len(rows[0]) == 50 * (top_k - 1)
