@@ -35,6 +35,7 @@ class EngineConfig:
     checkpoint: str = "../../checkpoints/netra-tiny"
     device: str = "auto"
     dtype: str = "auto"
+    lm_head_dtype: str = "auto"
     num_threads: int = 0
     enable_cuda_graphs: bool = True
     seed: int = 0
@@ -88,6 +89,7 @@ class EngineConfig:
             ("checkpoint", bool(self.checkpoint), "a directory in Hugging Face layout"),
             ("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
             ("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
+            ("lm_head_dtype", self.lm_head_dtype in ("auto", "fp8"), "auto (as dtype) or fp8"),
             ("num_threads", self.num_threads >= 0, "0 (all cores) or a count"),
             ("max_model_len", self.max_model_len >= 0, "0 (the model's limit) or a token count"),
             ("max_num_seqs", self.max_num_seqs >= 1, "at least 1"),

@@ -1,4 +1,4 @@
-"""bench/capacity.py, kv_quality.py and second_turn.py run as their users run them, and write what they promise."""
+"""bench/capacity.py, kv_quality.py, head_quality.py and second_turn.py run as their users run them, and write what they promise."""
 
 from __future__ import annotations
 
@@ -55,6 +55,26 @@ def test_second_turn_finds_its_history(tmp_path: Path) -> None:
     assert row["metrics"]["times_sooner"] == pytest.approx(
         row["metrics"]["cold_ttft_ms"] / row["metrics"]["warm_ttft_ms"]
     )
+
+
+def test_the_fp8_head_is_scored_against_the_exact_one(tmp_path: Path) -> None:
+    checkpoint, out = make_random_qwen(tmp_path / "qwen"), tmp_path / "out.json"
+    done = _run(
+        "head_quality.py",
+        "--checkpoint",
+        str(checkpoint),
+        "--texts",
+        "1",
+        "--length",
+        "100",
+        "--json",
+        str(out),
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["num_tokens"] == 100 - 64 - 1
+    assert row["kl"] > 0
+    assert 0.5 < row["top1"] <= 1
 
 
 @pytest.mark.slow

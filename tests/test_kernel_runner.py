@@ -21,10 +21,12 @@ from netra_backend.config import EngineConfig
 from netra_backend.engine import Engine
 from netra_backend.errors import ConfigError
 from netra_backend.gpu.device_ops import KERNELS, REFERENCES
+from netra_backend.gpu.projection import quantize_blocks
 from netra_backend.gpu.runner import KernelRunner
 from netra_backend.model_runner import ModelRunner
 from netra_backend.request import Request, SamplingParams
 from netra_backend.sequence import PAGE_SIZE
+from netra_kernels.fp8_gemm import dequantize_ref
 
 LENGTHS = (1, 2, 3, 5, 40, 62, 63, 64, 65, 100, 127, 129, 200)
 NUM_TOKENS = 12
@@ -124,6 +126,28 @@ def test_quantised_pages_give_the_same_tokens_alone_and_in_company(codec: str, q
     prompts = random_prompts([70, 129], VOCAB_SIZE)
     together = run(runner, prompts, greedy(70), budget=512).token_ids
     assert together == [run(runner, [p], greedy(70), budget=512).token_ids[0] for p in prompts]
+
+
+def test_an_fp8_head_stays_near_the_exact_one(qwen: Path) -> None:
+    """Logits of the same hidden states differ by the rounding of FP8, 2 to 3 % a side; the CPU's runner refuses it."""
+    hidden = torch.randn(50, 128, generator=torch.Generator().manual_seed(0))
+    exact = make_kernel_runner(qwen)._model.logits(hidden)
+    logits = make_kernel_runner(qwen, lm_head_dtype="fp8")._model.logits(hidden)
+    assert logits.dtype == torch.float32
+    error = (logits - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert 0.01 < error < 0.05
+    with pytest.raises(ConfigError, match="lm_head_dtype='fp8': a CPU"):
+        make_runner(qwen, lm_head_dtype="fp8")
+
+
+def test_blocks_of_a_ragged_head_are_those_of_a_checkpoint() -> None:
+    weight = torch.randn(300, 256)
+    weight[128:256, :128] = 0
+    codes, scales = quantize_blocks(weight)
+    assert scales.shape == (3, 2)
+    restored = dequantize_ref(codes, scales)
+    assert (restored - weight).square().mean().sqrt() < 0.03
+    assert not restored[128:256, :128].any()
 
 
 def test_fp8_shapes_that_the_kernels_cannot_take_are_refused(qwen: Path, tmp_path: Path) -> None:

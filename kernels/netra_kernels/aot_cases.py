@@ -20,7 +20,7 @@ from netra_kernels.gated_delta_rule import DeltaInputs, DeltaRecords, gated_delt
 from netra_kernels.kv_codec import CODECS, page_layout
 from netra_kernels.kv_tail import store_tail
 from netra_kernels.paged_attention import AttentionInputs, paged_attention
-from netra_kernels.rms_norm import gated_rms_norm, rms_norm
+from netra_kernels.rms_norm import gated_rms_norm, quantize_rows, rms_norm
 from netra_kernels.rope import rope
 from netra_kernels.router import Routing, route
 from netra_kernels.sampling import Penalties, SamplingRows, penalize, sample
@@ -62,6 +62,7 @@ def _norm_cases() -> list[Case]:
             ),
             max_narrow_loads=0,
         ),
+        Case("fp8 of rows, 2048", lambda: quantize_rows(meta(7, 2048)), max_narrow_loads=0),
         Case(
             "gated RMSNorm + fp8, 32 x 128",
             lambda: gated_rms_norm(meta(7, 32, 128), meta(7, 32, 128), meta(128), 1e-6, True),
@@ -264,11 +265,22 @@ def _conv_cases() -> list[Case]:
 def _gemm(rows: int, columns: int, depth: int) -> object:
     x, scales = meta(rows, depth, dtype=FP8), meta(rows, depth // 128, dtype=F32)
     weight, blocks = meta(columns, depth, dtype=FP8), meta(columns // 128, depth // 128, dtype=F32)
+    if (
+        columns == 248320
+    ):  # an output head: float32 logits, wide enough without cuts along the depth
+        return fp8_gemm(x, scales, weight, blocks, F32)
     return fp8_gemm(x, scales, weight, blocks, BF16, meta(4096, dtype=I32))
 
 
 def _gemm_cases() -> list[Case]:
-    shapes = ((4, 12288, 2048), (4, 2048, 4096), (24, 2048, 4096), (1000, 12288, 2048))
+    shapes = (
+        (4, 12288, 2048),
+        (4, 2048, 4096),
+        (24, 2048, 4096),
+        (1000, 12288, 2048),
+        (4, 248320, 2048),
+        (128, 248320, 2048),
+    )
     return [
         Case(
             f"fp8 GEMM {rows} x {columns} x {depth}",

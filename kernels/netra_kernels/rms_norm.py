@@ -3,6 +3,7 @@
 rms_norm:        x, residual [num_tokens, hidden] -> hidden, residual, fp8 [num_tokens, hidden] and
                  scales [num_tokens, hidden / 128] float32.
 gated_rms_norm:  x, gate [num_tokens, num_heads, head_dim] -> out and its fp8 form, one scale per head.
+quantize_rows:   x [num_rows, hidden] -> fp8 and scales alone.
 h = x + residual in the model's dtype; y = h * rsqrt(mean(h^2) + eps) * (weight or 1 + weight) in float32,
 rounded once; fp8 = round(y / scale) with scale = max|y| / 448 over groups of 128 channels.
 x may be the outputs of a token's experts [num_tokens, slots, hidden] with slot_weights float32 [num_tokens, slots]: then
@@ -74,6 +75,11 @@ def gated_rms_norm_ref(
         return NormOutput(hidden, x)
     codes, scales = quantize_fp8_ref(hidden, hidden.shape[-1])
     return NormOutput(hidden, x, codes, scales[..., 0])
+
+
+def quantize_rows_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of `quantize_rows`."""
+    return quantize_fp8_ref(x)
 
 
 @triton.jit
@@ -199,3 +205,33 @@ def gated_rms_norm(
         NUM_HEADS=num_heads, DIM=dim, ROWS=8, FP8=fp8, num_warps=4,
     )  # fmt: skip
     return NormOutput(out, x, codes, scales)
+
+
+@triton.jit
+def _quantize_rows_kernel(p_x, p_fp8, p_scale, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    i_t = tl.program_id(0).to(tl.int64)
+    o = tl.arange(0, BLOCK)
+    b_x = tl.load(p_x + i_t * HIDDEN + o, mask=o < HIDDEN, other=0.0).to(tl.float32)
+    NUM_GROUPS: tl.constexpr = BLOCK // 128
+    b_code, b_scale = quantize_groups(tl.reshape(b_x, [NUM_GROUPS, 128]), NUM_GROUPS, 128)
+    tl.store(p_fp8 + i_t * HIDDEN + o, tl.reshape(b_code, [BLOCK]), mask=o < HIDDEN)
+    o_g = tl.arange(0, NUM_GROUPS)
+    tl.store(p_scale + i_t * (HIDDEN // 128) + o_g, b_scale, mask=o_g < HIDDEN // 128)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 codes and scales per 128 channels of the rows of x."""
+    num_rows, hidden = x.shape
+    assert x.is_contiguous()
+    assert hidden % GROUP == 0, f"hidden size {hidden} is no multiple of {GROUP}"
+    codes = x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn)
+    scales = x.new_empty((num_rows, hidden // GROUP), dtype=torch.float32)
+    _quantize_rows_kernel[(num_rows,)](
+        x,
+        codes,
+        scales,
+        HIDDEN=hidden,
+        BLOCK=max(GROUP, triton.next_power_of_2(hidden)),
+        num_warps=4,
+    )
+    return codes, scales

@@ -57,6 +57,12 @@ class GatedRmsNorm(Protocol):
     ) -> NormOutput: ...
 
 
+class QuantizeRows(Protocol):
+    """FP8 rows and their scales."""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 class Rope(Protocol):
     """Norms and rotary embedding of q and k, rotation of q, write into the tail, seal of full tails."""
 
@@ -155,6 +161,7 @@ class DeviceOps:
 
     rms_norm: RmsNorm
     gated_rms_norm: GatedRmsNorm
+    quantize_rows: QuantizeRows
     rope: Rope
     seal: Seal
     store_tail: StoreTail
@@ -171,6 +178,7 @@ class DeviceOps:
 KERNELS = DeviceOps(
     rms_norm=rms_norm.rms_norm,
     gated_rms_norm=rms_norm.gated_rms_norm,
+    quantize_rows=rms_norm.quantize_rows,
     rope=rope.rope,
     seal=seal.seal,
     store_tail=kv_tail.store_tail,
@@ -188,6 +196,7 @@ KERNELS = DeviceOps(
 REFERENCES = DeviceOps(
     rms_norm=rms_norm.rms_norm_ref,
     gated_rms_norm=rms_norm.gated_rms_norm_ref,
+    quantize_rows=rms_norm.quantize_rows_ref,
     rope=rope.rope_ref,
     seal=seal.seal_ref,
     store_tail=kv_tail.store_tail_ref,

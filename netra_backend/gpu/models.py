@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from netra_backend.gpu.layers import Attention, DenseMlp, GatedDeltaNet, KernelCache, SparseMlp
-from netra_backend.gpu.projection import Projection, Setting, WeightSource
+from netra_backend.gpu.projection import OutputHead, Projection, Setting, WeightSource
 from netra_backend.gpu.ring_states import RingState
 from netra_backend.gpu.step_inputs import StepInputs
 from netra_kernels.rms_norm import NormOutput
@@ -85,7 +85,9 @@ class KernelModel:
         shape = (config.vocab_size, config.hidden_size)
         self._table = weights.get("model.embed_tokens.weight", shape)
         tied = config.tie_word_embeddings and "lm_head.weight" not in weights
-        self._head = self._table if tied else weights.get("lm_head.weight", shape)
+        self._head = OutputHead(
+            self._table if tied else weights.get("lm_head.weight", shape), setting
+        )
         self.cos_sin = rotary_table(
             config.max_position_embeddings, config.rotary_dim, config.rope_theta, setting.device
         )
@@ -112,7 +114,7 @@ class KernelModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size] of rows that passed the final norm."""
-        return F.linear(hidden, self._head).float()
+        return self._head(hidden)
 
     def recurrent_layers(self) -> list[GatedDeltaNet]:
         """Mixers that keep a state, in order."""

@@ -15,10 +15,16 @@ from netra_backend.config import ModelConfig
 from netra_backend.errors import ConfigError
 from netra_backend.gpu.device_ops import DeviceOps
 from netra_kernels.fused_moe import ExpertWeights
-from netra_kernels.rms_norm import GROUP
+from netra_kernels.rms_norm import FP8_MAX, GROUP
 
 _COUNTERS = 2**15
 """Programs of the widest product with rows enough to be cut along the depth, with room to spare."""
+
+_SLAB = 128 * GROUP
+"""Rows that are quantised at once: a large head in float32 would take gigabytes."""
+
+_MIN_BLOCK = 1e-12
+"""Largest value of a block of zeros, so that nothing divides by zero."""
 
 
 class WeightSource(Protocol):
@@ -56,21 +62,30 @@ class Activations(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every layer of a model is built with. counters: arrival counts of products cut along their depth."""
+    """What every layer of a model is built with. counters: arrival counts of products cut along their depth.
+
+    fp8_head: whether the output head becomes FP8 blocks at load.
+    """
 
     config: ModelConfig
     ops: DeviceOps
     dtype: torch.dtype
     device: torch.device
     counters: torch.Tensor
+    fp8_head: bool = False
 
     @classmethod
     def of(
-        cls, config: ModelConfig, ops: DeviceOps, dtype: torch.dtype, device: torch.device
+        cls,
+        config: ModelConfig,
+        ops: DeviceOps,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8_head: bool = False,
     ) -> Setting:
         """With counters of its own."""
         counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-        return cls(config, ops, dtype, device, counters)
+        return cls(config, ops, dtype, device, counters, fp8_head)
 
 
 class Projection:
@@ -116,6 +131,45 @@ class Projection:
 def _join(codes: list[torch.Tensor]) -> torch.Tensor:
     """FP8 tensors one below the other (torch.cat does not take FP8 everywhere)."""
     return torch.cat([part.view(torch.uint8) for part in codes]).view(torch.float8_e4m3fn)
+
+
+class OutputHead:
+    """Logits of rows that passed the final norm, from `weight` [vocab_size, hidden] as it is, or with `fp8_head` from FP8
+    blocks of it and rows rounded to FP8. Raises ConfigError for FP8 with a hidden size that is no multiple of 128.
+    """
+
+    def __init__(self, weight: torch.Tensor, setting: Setting) -> None:
+        self._ops = setting.ops
+        self._weight = weight
+        self._scales: torch.Tensor | None = None
+        if setting.fp8_head:
+            if weight.shape[1] % GROUP:
+                raise ConfigError(
+                    f"lm_head_dtype='fp8': hidden size {weight.shape[1]} is no multiple of {GROUP}"
+                )
+            self._weight, self._scales = quantize_blocks(weight)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [num_rows, vocab_size]."""
+        if self._scales is None:
+            return F.linear(hidden, self._weight).float()
+        rows = self._ops.quantize_rows(hidden)
+        return self._ops.fp8_gemm(*rows, self._weight, self._scales, torch.float32)
+
+
+def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 codes of weight [rows, depth], depth a multiple of 128, and float32 scales per 128 x 128 block."""
+    codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    scales = []
+    for first in range(0, len(weight), _SLAB):
+        part = weight[first : first + _SLAB].float()
+        padded = F.pad(part, (0, 0, 0, -len(part) % GROUP))
+        largest = padded.abs().unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP)).amax((1, 3))
+        scale = largest.clamp(min=_MIN_BLOCK) / FP8_MAX
+        grown = scale.repeat_interleave(GROUP, 0)[: len(part)].repeat_interleave(GROUP, 1)
+        codes[first : first + _SLAB] = (part / grown).clamp(-FP8_MAX, FP8_MAX).to(codes.dtype)
+        scales.append(scale)
+    return codes, torch.cat(scales)
 
 
 def load_experts(weights: WeightSource, setting: Setting, prefix: str) -> ExpertWeights:

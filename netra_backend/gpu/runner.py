@@ -90,7 +90,7 @@ class KernelRunner:
         model_config = self.model_config
         dtype = torch.bfloat16 if config.dtype == "auto" else DTYPES[config.dtype]
         self._device, self._ops, self._dtype = device, ops, dtype
-        setting = Setting.of(model_config, ops, dtype, device)
+        setting = Setting.of(model_config, ops, dtype, device, config.lm_head_dtype == "fp8")
         if weights is None:
             stored = Weights(checkpoint, dtype, device, model_config.fp8_block)
             self._model = KernelModel(stored, setting)

@@ -203,6 +203,16 @@ def test_a_padded_bucket_gives_the_numbers_of_an_exact_fit(plain):
         assert changed <= ({1, 3} if len(old) == runner.plan.num_slots else {7})
 
 
+def test_an_fp8_head_of_kernels_is_that_of_the_references(fp8):
+    """Rows quantised and multiplied by the kernels, with a number of rows that fills no block."""
+    hidden = torch.randn(3, 128)
+    mine, expected = (
+        kernel_runner(fp8, ops, lm_head_dtype="fp8")._model.logits(hidden)
+        for ops in (KERNELS, REFERENCES)
+    )
+    assert relative_error(mine, expected) < 1e-5
+
+
 def test_a_prefix_hit_restores_the_checkpoint(plain, monkeypatch):
     """The prompt again: one page from the cache, its state from the checkpoint that the chunk left."""
     monkeypatch.setattr(

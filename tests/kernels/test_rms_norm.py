@@ -6,7 +6,14 @@ import pytest
 import torch
 from kernel_checks import assert_close, poison_empty
 
-from netra_kernels.rms_norm import gated_rms_norm, gated_rms_norm_ref, rms_norm, rms_norm_ref
+from netra_kernels.rms_norm import (
+    gated_rms_norm,
+    gated_rms_norm_ref,
+    quantize_rows,
+    quantize_rows_ref,
+    rms_norm,
+    rms_norm_ref,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +48,16 @@ def test_fp8_codes_equal_the_reference_on_equal_rows():
     assert torch.equal(out.hidden, expected.hidden)
     assert torch.equal(out.fp8.view(torch.uint8), expected.fp8.view(torch.uint8))
     assert torch.equal(out.scales, expected.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_quantised_as_the_reference_does(dtype):
+    x = (5 * torch.randn(3, 384)).to(dtype)
+    x[1, 128:256] = 0
+    codes, scales = quantize_rows(x)
+    expected_codes, expected_scales = quantize_rows_ref(x)
+    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

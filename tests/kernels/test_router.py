@@ -41,9 +41,10 @@ def test_padding_goes_where_the_first_token_goes(num_live):
     live = torch.tensor([num_live], dtype=torch.int32)
     padded = route(logits, 4, gate, live)
     experts, weights = padded.experts, padded.weights
-    expected_experts, expected_weights = route_ref(logits, 4, gate, live)
-    assert torch.equal(experts, expected_experts)
-    assert_close(weights, expected_weights, 1e-6)
+    expected = route_ref(logits, 4, gate, live)
+    assert torch.equal(experts, expected.experts)
+    assert_close(weights, expected.weights, 1e-6)
+    assert torch.equal(padded.counts, expected.counts)
     alone = route(logits[: num_live or 1], 4, gate[: num_live or 1]).experts
     assert torch.equal(experts[: num_live or 1], alone)
     assert (experts[num_live:] == experts[0]).all()
