@@ -26,6 +26,7 @@ from netra_backend.gpu.device_ops import REFERENCES
 from netra_backend.gpu.graphs import Bucket, make_buckets, reserved_bytes, seq_counts
 from netra_backend.gpu.runner import KernelRunner, recorder_of
 from netra_backend.model_runner import ModelRunner
+from netra_kernels.router import Routing
 
 LENGTHS = (1, 40, 62, 64, 127)
 
@@ -181,9 +182,9 @@ def test_padding_touches_nothing_of_others(drafting: tuple[KernelRunner, StrictR
 def test_padding_asks_for_no_other_experts_than_the_first_row(qwen: Path) -> None:
     seen: list[torch.Tensor] = []
 
-    def note(x: torch.Tensor, scales: None, experts: torch.Tensor, *rest: object) -> torch.Tensor:
-        seen.append(experts)
-        return REFERENCES.expert_outputs(x, scales, experts, *rest)  # type: ignore[arg-type]
+    def note(x: torch.Tensor, scales: None, routing: Routing, *rest: object) -> torch.Tensor:
+        seen.append(routing.experts)
+        return REFERENCES.expert_outputs(x, scales, routing, *rest)  # type: ignore[arg-type]
 
     config = EngineConfig(
         checkpoint=str(qwen), dtype="float32", kv_cache_memory="64MiB", max_num_seqs=7,

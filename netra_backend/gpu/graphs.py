@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ROWS = 1024
 """Rows of the largest bucket. Beyond, a step computes for 10 ms and more, in which some 500 operations can be launched one by
-one (20 to 40 us each: shared/design kernels.md 4 and 5, not measured on a device)."""
+one (20 to 40 us each: an estimate, not measured on a device)."""
 
 _QUERY_LENS = (2, 4, 8, 16)
 """With eight query heads to a key head, attention pads 1 and 2 rows to 16, 4 to 32, 8 to 64: others would gain nothing."""
@@ -94,8 +94,8 @@ class Bucket:
         )
 
     def step(self, num_kv_heads: int, max_pages: int, device: torch.device) -> StepInputs:
-        """An empty step. Pages are sealed in every replay, where there are any: a launch that finds none costs a few
-        microseconds a layer, a second graph without it would double their number.
+        """An empty step. Every replay has the programs that seal pages, where there are any to seal: that they find none
+        costs less than a second graph without them for each bucket.
         """
         splits = num_splits(self.num_seqs, num_kv_heads, max_pages)
         shape = GroupShape(self.num_rows, self.num_seqs, self.max_query_len, 1, max_pages, splits)
