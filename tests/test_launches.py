@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoints import make_fp8, make_random_qwen
+from checkpoints import make_fp8, make_random_mtp, make_random_qwen
+from netra_backend.config import EngineConfig
+from netra_backend.gpu.graphs import Replay, make_buckets, seq_counts
+from netra_backend.gpu.runner import KernelRunner
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +84,50 @@ def test_the_history_of_a_long_chunk_is_not_split(launches: ModuleType, config_f
             > 0
         )
     assert splits == {64: 32, 4096: 2}
+
+
+class _DeviceOnly(TorchDispatchMode):
+    """Raises AssertionError for an operation that the host takes part in: no CUDA graph could be recorded over it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, out) if isinstance(x, torch.Tensor)]
+        assert all(x.device.type == "meta" for x in tensors), f"{func} on the host"
+        return out
+
+
+class _MetaRecorder:
+    """Runs what would be recorded, twice as on a device, and notes how many launches each run had."""
+
+    def __init__(self, listed: list[object]) -> None:
+        self.num_launches: list[int] = []
+        self._listed = listed
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Replay:
+        for _ in range(2):
+            before = len(self._listed)
+            with _DeviceOnly():
+                output = work()
+            self.num_launches.append(len(self._listed) - before)
+        return lambda: output
+
+
+def test_what_is_recorded_stays_on_the_device(
+    launches: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The model, the draft layer behind it and its chain, by the launchers of the kernels, in every bucket."""
+    folder = tmp_path_factory.mktemp("recorded")
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    checkpoint = make_fp8(make_random_mtp(folder / "plain", **sizes), folder / "fp8")
+    config = EngineConfig(
+        checkpoint=str(checkpoint), kv_cache_dtype="int8", kv_cache_memory="1GiB", max_num_seqs=3,
+        speculation="mtp", num_draft_tokens=2, max_num_batched_tokens=64,
+    )  # fmt: skip
+    with launches.recorder() as listed:
+        recorder = _MetaRecorder(listed)
+        device = torch.device("meta")
+        KernelRunner(config, checkpoint, frozenset(), device, recorder=recorder)
+    runs = recorder.num_launches
+    assert len(runs) == 2 * (2 * len(make_buckets(3, 2, 64)) + len(seq_counts(3)))
+    assert runs[::2] == runs[1::2], "a first run launches what the recording does"
+    assert min(runs) > 12
