@@ -18,6 +18,7 @@ from netra_backend.batch import Batch, ScheduledSequence, StepOutput
 from netra_backend.cache.codecs import choose_codec
 from netra_backend.cache.kv_cache import KVCache
 from netra_backend.config import EngineConfig, ModelConfig
+from netra_backend.draw import DrawParams
 from netra_backend.errors import ConfigError
 from netra_backend.forward_context import ForwardContext
 from netra_backend.gpu.device_ops import KERNELS, DeviceOps
@@ -56,6 +57,7 @@ from netra_backend.memory_plan import (
 )
 from netra_backend.model_runner import DTYPES, DeferredStep, in_batch_order, num_checkpoints
 from netra_backend.models.weights import Weights
+from netra_backend.request import SamplingParams
 from netra_backend.sampler import Sampler
 from netra_backend.spec.drafting import LOOKUP_BEFORE_MODEL, DraftPlan, plan_drafts
 from netra_backend.spec.ngram import NgramProposer
@@ -106,8 +108,8 @@ class KernelRunner:
         sizes = (config.max_num_seqs, drafts.max_draft_tokens, config.max_num_batched_tokens)
         buckets = make_buckets(*sizes) if recorder else []
         self._allocate(config, buckets)
-        draw = KernelDraw(ops.sample)
-        self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device, draw)
+        self._draw = KernelDraw(ops.sample)
+        self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device, self._draw)
         self._current = StepInputs([], 0, torch.empty(0, dtype=torch.int64))
         self._mtp: KernelMtpProposer | None = None
         self.proposer = self._make_proposer(drafts, checkpoint)
@@ -192,7 +194,9 @@ class KernelRunner:
 
     @torch.inference_mode()
     def _run_chunks(self, max_rows: int) -> None:
-        """Run inert prompt chunks: with every power of two they meet all that launchers choose by sizes, and compile it."""
+        """Run inert prompt chunks: with every power of two they meet all that launchers choose by sizes, and compile it.
+        Draw from what they give.
+        """
         started = time.perf_counter()
         sizes = [2**i for i in range(max_rows.bit_length()) if 2**i < max_rows] + [max_rows]
         for rows in sizes:
@@ -205,9 +209,11 @@ class KernelRunner:
                 hidden = self._model.forward(step, self._caches, self._states.layers)
                 if self._mtp is not None:
                     self._mtp.run_inert(step, hidden)
-            self._model.logits(hidden[: self._max_logits])
+            logits = self._model.logits(hidden[: self._max_logits])
             seconds = time.perf_counter() - started
             logger.info("prompt chunks of %d rows of up to %d, %.0f s", rows, max_rows, seconds)
+        anything = DrawParams.of(SamplingParams(), logits.shape[1], seed=0)
+        self._draw(logits, logits, [0], [0], [anything])
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
