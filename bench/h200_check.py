@@ -40,8 +40,9 @@ def numerics(b: Builder) -> Iterator[Make]:
     dry = b.s is TINY
     tokens, few = (18, 2) if dry else (300, 7)
     codecs = ("int8",) if dry else kv_codec.CODECS
-    yield from (partial(build, few) for build in (b.norm, b.rope, b.router, b.sampling))
+    yield from (partial(build, few) for build in (b.norm, b.quantize, b.rope, b.router, b.sampling))
     yield from (partial(b.seal, codec) for codec in codecs if codec != "plain")
+    yield from (partial(b.rope_seal, codec) for codec in codecs)
     for codec in codecs:
         queries = (3,) if dry else (1, 4, 8, 16)
         yield from (partial(b.attention, codec, 2, query, 64 * 3, 65) for query in queries)

@@ -26,11 +26,17 @@ from netra_kernels.gated_delta_rule import (
     gated_delta_rule_ref,
 )
 from netra_kernels.paged_attention import AttentionInputs, paged_attention, paged_attention_ref
-from netra_kernels.rms_norm import quantize_fp8_ref, rms_norm, rms_norm_ref
-from netra_kernels.rope import rope, rope_ref, rotary_table
+from netra_kernels.rms_norm import (
+    quantize_fp8_ref,
+    quantize_rows,
+    quantize_rows_ref,
+    rms_norm,
+    rms_norm_ref,
+)
+from netra_kernels.rope import RopeOutput, rope, rope_ref, rotary_table
 from netra_kernels.router import Routing, route, route_ref
 from netra_kernels.sampling import SamplingRows, sample, sample_ref
-from netra_kernels.seal import seal, seal_ref
+from netra_kernels.seal import Sealing, seal, seal_ref
 from netra_kernels.tuning import tiling
 
 Output = tuple[torch.Tensor, ...]
@@ -345,4 +351,47 @@ class Builder:
             lambda: call(seal),
             reference=lambda: call(seal_ref),
             limit=0.02,
+        )
+
+    def rope_seal(self, codec: str) -> Work:
+        """Four short sequences, three of which fill a page in the launch that writes their new rows."""
+        s, layout = self.s, kv_codec.page_layout(codec, self.s.kv_heads, self.s.head_dim)
+        tail, q = self.normal(4, 2, s.kv_heads, 128, s.head_dim), self.normal(4, s.q_heads, s.head_dim)  # fmt: skip
+        kv = self.normal(4, 2 * s.kv_heads, s.head_dim)
+        places = self.ints([0, 64, 128, 192]), self.ints([64, 70, 90, 127])
+        positions, slots = places[0] + places[1], self.ints([0, 1, 2, 3])
+        table = rotary_table(1024, s.rotary, 1e7, self.device)
+        arguments = (q, kv[:, : s.kv_heads], kv[:, s.kv_heads :], positions, table, None, None, 1e-6, True,
+                     layout.rotates_keys)  # fmt: skip
+        pages = torch.zeros(
+            3, *layout.page_shape, dtype=tail.dtype if codec == "plain" else torch.uint8, device=self.device
+        )  # fmt: skip
+
+        def call(function: Callable[..., RopeOutput]) -> Output:
+            ring, filled = tail.clone(), pages.clone()
+            jobs = self.ints([2, 0, -1, 1]).view(4, 1)
+            sealing = Sealing(filled, jobs, slots, *places, layout)
+            out = function(*arguments, ring, slots * 128 + positions % 128, False, sealing)
+            decoded = [x for page in filled for x in kv_codec.decode_page_ref(page, layout)]
+            return out.q, out.k, ring, *decoded
+
+        return Work(
+            f"rope + tail + seal {codec}",
+            lambda: call(rope),
+            reference=lambda: call(rope_ref),
+            limit=0.02,
+        )
+
+    def quantize(self, rows: int) -> Work:
+        x = self.normal(rows, self.s.hidden)
+
+        def call(function: Callable[..., Output]) -> Output:
+            codes, scales = function(x)
+            return codes.float(), scales
+
+        return Work(
+            f"fp8 of rows={rows}",
+            lambda: call(quantize_rows),
+            3.0 * x.numel(),
+            reference=lambda: call(quantize_rows_ref),
         )

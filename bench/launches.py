@@ -31,7 +31,9 @@ from triton.runtime.jit import JITFunction
 from netra_backend.batch import Batch
 from netra_backend.config import EngineConfig, ModelConfig
 from netra_backend.gpu.runner import KernelRunner
-from step_floor import Launch, Rates, cost, floor_seconds, seconds
+from netra_backend.sequence import PAGE_SIZE
+from netra_kernels.kv_codec import page_layout
+from step_floor import Launch, Rates, closed_form, cost, floor_seconds, seconds
 from step_load import Load, batch_of
 
 TARGET = Path(__file__).parent / "qwen3.6-35b-a3b.config.json"
@@ -190,6 +192,15 @@ def main() -> None:
     inside = sum(len(own) for _, own in by_layer)
     print(f"\n{dict(counts)}; {inside} launches in layers, {len(launches) - inside} outside")
     print(f"{load}: floor {1e3 * floor_seconds(launches, config, load, rates):.2f} ms")
+    if not load.is_chunk:
+        parts = closed_form(
+            config,
+            load,
+            page_layout("int8", config.num_kv_heads, config.head_dim).page_bytes / PAGE_SIZE,
+            rates,
+        )
+        shown = ", ".join(f"{name} {1e3 * part:.2f}" for name, part in parts.items())
+        print(f"from the shapes alone {1e3 * sum(parts.values()):.2f} ms: {shown}")
     if options.json:
         options.json.write_text(json.dumps({"load": str(load), "rows": rows}))
 

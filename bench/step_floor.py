@@ -1,4 +1,5 @@
-"""The least time of a step: what its launches must move and do, over what the device moves and does.
+"""The least time of a step: what its launches must move and do, over what the device moves and does; and the same from
+the model's shapes alone (`closed_form`), which knows no launch.
 
 Knows a launch by its kernel's name and tensors, and what the load makes of them; not how anything is timed.
 """
@@ -29,14 +30,17 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second of a copy (read and write counted), bf16 operations per second; FP8 does twice as many."""
+    """Bytes per second of a copy (read and write counted), bf16 operations per second, and how many times as many FP8 does."""
 
     bandwidth: float = 4.3e12
     flops: float = 790e12
+    fp8_factor: float = 2.0
 
     def seconds(self, num_bytes: float, operations: float, fp8: bool = False) -> float:
         """The longer of moving and computing."""
-        return max(num_bytes / self.bandwidth, operations / (self.flops * (2 if fp8 else 1)))
+        return max(
+            num_bytes / self.bandwidth, operations / (self.flops * (self.fp8_factor if fp8 else 1))
+        )
 
 
 def cost(launch: Launch, config: ModelConfig, load: Load) -> tuple[float, float]:
@@ -104,3 +108,38 @@ def seconds(launch: Launch, config: ModelConfig, load: Load, rates: Rates) -> fl
 def floor_seconds(launches: list[Launch], config: ModelConfig, load: Load, rates: Rates) -> float:
     """Least time of all launches, one after the other."""
     return sum(seconds(launch, config, load, rates) for launch in launches)
+
+
+def closed_form(
+    config: ModelConfig, load: Load, kv_bytes: float, rates: Rates, state_bytes: int = 4
+) -> dict[str, float]:
+    """Seconds of a decode step by part, without activations; kv_bytes: of a token in one attention layer.
+
+    Weights are read once, of the experts those that independent random routing hits: E (1 - (1 - k / E)^T) for T rows,
+    each padded to 16 rows of its own; attention rows per key/value head are padded to 16, past 32 to 64; a state is read
+    and written. Everything is FP8 but router and output head (bf16). (The roofline model: Williams et al., 2009.)
+    """
+    hidden, rows, layers = config.hidden_size, load.num_rows, len(config.layer_types)
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    recurrent = hidden * (config.conv_channels + 2 * values + 2 * config.linear_num_value_heads)
+    attention = hidden * (3 * queries + 2 * keys)
+    expert = 3 * hidden * config.moe_intermediate_size
+    dense = config.num_linear_layers * recurrent + config.num_attention_layers * attention
+    dense += layers * (expert + hidden)  # the shared expert and its gate
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    hit = experts * (1 - (1 - chosen / experts) ** rows)
+    padded = 2.0 * expert * max(rows * chosen, 16 * hit)
+    group = load.rows * config.num_attention_heads // config.num_kv_heads
+    group = -(-group // 64) * 64 if group > 32 else -(-group // 16) * 16
+    cached = load.users * load.context * config.num_attention_layers
+    state = values * config.linear_key_head_dim * config.num_linear_layers
+    head = config.vocab_size * hidden
+    return {
+        "dense": rates.seconds(dense, 2.0 * dense * rows, fp8=True) + layers * hidden * experts * 2 / rates.bandwidth,
+        "experts": rates.seconds(layers * hit * expert, layers * padded, fp8=True),
+        "head": rates.seconds(2.0 * head, 2.0 * head * rows),
+        "attention": rates.seconds(cached * kv_bytes, cached * 4.0 * group * keys),
+        "state": load.users * state * 2.0 * state_bytes / rates.bandwidth,
+    }  # fmt: skip

@@ -131,3 +131,40 @@ def test_what_is_recorded_stays_on_the_device(
     assert len(runs) == 2 * (2 * len(make_buckets(3, 2, 64)) + len(seq_counts(3)))
     assert runs[::2] == runs[1::2], "a first run launches what the recording does"
     assert min(runs) > 12
+
+
+ROOFLINE = {
+    (1, 1): 0.9364218046511628,
+    (1, 4): 1.5957373023255812,
+    (32, 4): 12.043008908808616,
+    (128, 1): 24.36255763439001,
+}
+"""Milliseconds of the target's decode steps at 40,960 tokens by the roofline the design was made with: FP8 pages (1,040
+bytes a token and layer), 4.3 TB/s, 790 TFLOP/s bf16 and 1,500 FP8."""
+
+
+def test_the_floor_from_shapes_is_the_designs_and_launches_stay_near_it(
+    launches: ModuleType,
+) -> None:
+    """Equal to the design's figures; the launches' own floor is above it by the activations, 3 % at most."""
+    runner = launches.shape_runner(launches.TARGET, 128, 3)
+    config, rates = runner.model_config, launches.Rates(4.3e12, 790e12, 1500 / 790)
+    for (users, rows), expected in ROOFLINE.items():
+        load = launches.Load(users, rows, 40960)
+        assert 1e3 * sum(launches.closed_form(config, load, 1040, rates).values()) == pytest.approx(
+            expected
+        )
+        found = launches.record(runner, launches.batch_of(load, config.vocab_size))
+        floor = launches.floor_seconds(found, config, load, rates)
+        assert 1 < floor / sum(launches.closed_form(config, load, 1032, rates).values()) < 1.03
+
+
+def test_the_table_of_the_documentation_is_rewritten_between_its_marks(
+    launches: ModuleType,
+) -> None:
+    import launch_table
+
+    text = f"before\n{launch_table.BEGIN}\nold\n{launch_table.END}\nafter"
+    assert launch_table.replaced(text, "new") == text.replace("old", "new")
+    with pytest.raises(ValueError, match="substring"):
+        launch_table.replaced("no marks", "new")
