@@ -137,7 +137,9 @@ def test_an_fp8_head_stays_near_the_exact_one(qwen: Path) -> None:
     error = (logits - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert 0.01 < error < 0.05
     with pytest.raises(ConfigError, match="lm_head_dtype='fp8': a CPU"):
-        make_runner(qwen, lm_head_dtype="fp8")
+        runners.make_runner(
+            EngineConfig(checkpoint=str(qwen), device="cpu", lm_head_dtype="fp8"), qwen, frozenset()
+        )
 
 
 def test_blocks_of_a_ragged_head_are_those_of_a_checkpoint() -> None:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from netra_kernels.hadamard import hadamard, hadamard_ref
+from netra_kernels.operands import check_dense, check_rows
 from netra_kernels.rms_norm import GROUP, quantize_fp8_ref, quantize_groups
 
 
@@ -113,9 +114,8 @@ def merge(
 ) -> AttentionOutput:
     """Joined parts in `dtype`; see the file's docstring. gate may be a view of a wider projection."""
     splits, (num_tokens, num_q, dim) = parts.shape[0] - 1, parts.shape[1:]
-    assert parts.is_contiguous()
-    assert lse.is_contiguous()
-    assert gate is None or gate.stride(2) == 1
+    check_dense(parts, lse)
+    check_rows(gate)
     assert not fp8 or dim % GROUP == 0 or GROUP % dim == 0
     device = parts.device
     out = torch.empty((num_tokens, num_q, dim), dtype=dtype, device=device)

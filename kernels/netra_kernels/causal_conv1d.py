@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from netra_kernels.gated_delta_rule import DeltaInputs
+from netra_kernels.operands import check_dense, check_rows
 
 
 def causal_conv1d_ref(
@@ -89,9 +90,8 @@ def causal_conv1d(
     channels, taps = weight.shape
     width = columns.shape[1]
     assert x.shape[1] == channels == columns.shape[2]
-    assert x.stride(1) == 1
-    assert weight.is_contiguous()
-    assert columns.is_contiguous()
+    check_rows(x)
+    check_dense(weight, columns)
     assert width >= 2 * (taps - 1), (
         f"{width} columns cannot hold {taps - 1} before a chunk and after it"
     )

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from netra_kernels.operands import check_aligned, check_dense
 from netra_kernels.rms_norm import GROUP
 from netra_kernels.tuning import lookup
 
@@ -117,12 +118,10 @@ def fp8_gemm(
     steps = triton.cdiv(depth, GROUP)
     assert weight.shape == (columns, depth)
     assert depth % 16 == 0, "rows are read 16 bytes at a time"
-    assert x.is_contiguous()
-    assert weight.is_contiguous()
+    check_aligned(x, weight)
+    check_dense(x_scales, weight_scales)
     assert x_scales.shape == (rows, steps)
-    assert x_scales.is_contiguous()
     assert weight_scales.shape == (triton.cdiv(columns, GROUP), steps)
-    assert weight_scales.is_contiguous()
     config = lookup("fp8_gemm", "rows16" if rows <= 16 else "rows32" if rows <= 32 else "rows64")
     tiles = (triton.cdiv(columns, config.columns), triton.cdiv(rows, config.rows))
     split = split_k_of(columns, depth, rows, config.columns) if counters is not None else 1

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from netra_kernels.fp8_gemm import dequantize_ref
+from netra_kernels.operands import check_aligned, check_dense
 from netra_kernels.router import Routing
 from netra_kernels.tuning import lookup
 
@@ -236,12 +237,11 @@ def expert_outputs(
     num_tokens, slots = routing.experts.shape
     num_experts, hidden, inter = layer.down.shape
     fp8 = layer.gate_up_scales is not None
-    assert x.is_contiguous()
+    check_aligned(x, layer.gate_up, layer.down)
     assert layer.gate_up.shape == (num_experts, 2 * inter, hidden)
     assert fp8 == (x_scales is not None) == (layer.down_scales is not None)
     assert routing.members.shape == (num_experts, num_tokens)
     assert inter % ACT_GROUP == 0
-    assert layer.gate_up.data_ptr() % 16 == layer.down.data_ptr() % 16 == x.data_ptr() % 16 == 0
     rows = num_tokens * slots
     bucket = "rows16" if rows <= MANY_ROWS * num_experts else "rows64"
     first, second = lookup("moe_gate_up", bucket), lookup("moe_down", bucket)
@@ -278,7 +278,7 @@ def fused_moe(
     y, weights = expert_outputs(x, x_scales, routing, layer, dtype), routing.weights
     num_tokens, slots, hidden = y.shape
     assert weights.shape == (num_tokens, slots)
-    assert weights.is_contiguous()
+    check_dense(weights)
     out = x.new_empty((num_tokens, hidden), dtype=dtype)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(num_tokens, triton.cdiv(hidden, block))](

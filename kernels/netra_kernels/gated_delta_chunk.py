@@ -26,6 +26,7 @@ from netra_kernels.gated_delta_rule import (
     gates_ref,
     split_heads,
 )
+from netra_kernels.operands import check_dense, check_rows
 
 BLOCK = 64
 """Tokens per block: the page size, so that checkpoints fall on page boundaries."""
@@ -237,10 +238,9 @@ def gated_delta_chunk(
     num_tokens, num_seqs = len(mixed), len(inputs.slots)
     value_heads, key_dim, value_dim = state.shape[1:]
     key_heads = (mixed.shape[1] - value_heads * value_dim) // (2 * key_dim)
-    assert mixed.stride(1) == a.stride(1) == b.stride(1) == 1
-    assert state.is_contiguous()
+    check_rows(mixed, a, b)
+    check_dense(state, checkpoints)
     assert (checkpoint_ids is None) == (checkpoints is None)
-    assert checkpoints is None or checkpoints.is_contiguous()
     blocks = num_boundaries(inputs.max_query_len)
     assert checkpoint_ids is None or checkpoint_ids.shape == (num_seqs, blocks)
     shape = (2, num_seqs * blocks, value_heads, BLOCK, BLOCK)  # high and low halves

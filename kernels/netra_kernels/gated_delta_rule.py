@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from netra_kernels.operands import check_dense, check_rows
+
 L2_EPS = 1e-6
 
 
@@ -214,8 +216,8 @@ def gated_delta_rule(
         f"{rows} record rows for {inputs.max_query_len} new tokens"
     )
     assert mixed.shape[1] == 2 * key_heads * key_dim + value_heads * value_dim
-    assert mixed.stride(1) == a.stride(1) == b.stride(1) == 1
-    assert all(x.is_contiguous() for x in (state, records.k, records.v, records.g, records.beta))
+    check_rows(mixed, a, b)
+    check_dense(state, records.k, records.v, records.g, records.beta)
     out = torch.empty((num_tokens, value_heads, value_dim), dtype=mixed.dtype, device=mixed.device)
     block_v = min(32, value_dim)
     _gated_delta_rule_kernel[(num_seqs * value_heads, value_dim // block_v)](

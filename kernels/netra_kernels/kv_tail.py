@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from netra_kernels.operands import check_rows, check_tail
+
 
 def store_tail_ref(
     k: torch.Tensor, v: torch.Tensor, tail: torch.Tensor, slot_mapping: torch.Tensor
@@ -49,9 +51,8 @@ def store_tail(
     """Copy the rows that slot_mapping names; see the file's docstring."""
     num_tokens, heads, dim = k.shape
     assert v.shape == k.shape
-    assert k.stride(2) == v.stride(2) == 1
-    assert tail.is_contiguous()
-    assert (tail.shape[2], tail.shape[4]) == (heads, dim)
+    check_rows(k, v)
+    check_tail(tail, heads, dim)
     _store_tail_kernel[(num_tokens,)](
         k, v, tail, slot_mapping, *k.stride()[:2], *v.stride()[:2],
         NUM_HEADS=heads, HEADS=triton.next_power_of_2(heads), DIM=dim, TAIL_ROWS=tail.shape[3], num_warps=2,

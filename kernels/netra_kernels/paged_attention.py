@@ -19,6 +19,7 @@ import triton.language as tl
 
 from netra_kernels.attention_merge import AttentionOutput, gate_and_quantize_ref, merge
 from netra_kernels.kv_codec import PAGE, PageLayout, decode_page_ref
+from netra_kernels.operands import check_aligned, check_pages, check_rows, check_tail
 from netra_kernels.tuning import tiling
 
 LOG2_E = 1.4426950408889634
@@ -352,14 +353,10 @@ def paged_attention(
     """
     num_tokens, num_q, dim = q.shape
     num_kv, tail_rows = k.shape[1], tail.shape[3]
-    assert q.is_contiguous()
-    assert k.stride(2) == v.stride(2) == 1
-    assert tail.is_contiguous()
-    assert pages.is_contiguous()
-    assert pages.shape[1:] == layout.page_shape, (
-        f"pages {tuple(pages.shape)} are not {layout.codec}"
-    )
-    assert pages.data_ptr() % 16 == q.data_ptr() % 16 == tail.data_ptr() % 16 == 0
+    check_aligned(q, q_rotated)
+    check_rows(k, v)
+    check_pages(pages, layout)
+    check_tail(tail, num_kv, dim)
     assert not layout.rotates_keys or q_rotated is not None, f"{layout.codec} pages need q_rotated"
     assert (layout.num_kv_heads, layout.head_dim) == (num_kv, dim)
     splits, num_seqs, group = inputs.num_splits, len(inputs.slots), num_q // num_kv

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from netra_kernels.operands import check_dense
+
 FP8_MAX = 448.0
 GROUP = 128
 """Channels per FP8 activation scale: the block of the checkpoint's weights (weight_block_size)."""
@@ -141,13 +143,11 @@ def rms_norm(
     """Normalise the rows of x (+ residual); see the file's docstring for shapes."""
     num_tokens, hidden = x.shape[0], x.shape[-1]
     slots = 0 if slot_weights is None else x.shape[1]
-    assert x.is_contiguous(), "rms_norm reads whole rows"
+    check_dense(x, residual, slot_weights)
     assert x.dim() == (3 if slots else 2)
-    assert slot_weights is None or (
-        slot_weights.shape == x.shape[:2] and slot_weights.is_contiguous()
-    )
+    assert slot_weights is None or slot_weights.shape == x.shape[:2]
     assert weight.shape == (hidden,)
-    assert residual is None or (residual.shape == (num_tokens, hidden) and residual.is_contiguous())
+    assert residual is None or residual.shape == (num_tokens, hidden)
     assert not fp8 or hidden % GROUP == 0, f"hidden size {hidden} is no multiple of {GROUP}"
     out = x.new_empty((num_tokens, hidden))
     total = x.new_empty((num_tokens, hidden)) if residual is not None or slots else x
@@ -191,7 +191,7 @@ def gated_rms_norm(
 ) -> NormOutput:
     """norm(x) * silu(gate) per head; gate may be a view of a wider projection. fp8 wants head_dim 128."""
     num_tokens, num_heads, dim = x.shape
-    assert x.is_contiguous()
+    check_dense(x)
     assert gate.shape == x.shape
     assert gate.stride()[1:] == (dim, 1)
     assert weight.shape == (dim,)
@@ -222,7 +222,7 @@ def _quantize_rows_kernel(p_x, p_fp8, p_scale, HIDDEN: tl.constexpr, BLOCK: tl.c
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 codes and scales per 128 channels of the rows of x."""
     num_rows, hidden = x.shape
-    assert x.is_contiguous()
+    check_dense(x)
     assert hidden % GROUP == 0, f"hidden size {hidden} is no multiple of {GROUP}"
     codes = x.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn)
     scales = x.new_empty((num_rows, hidden // GROUP), dtype=torch.float32)

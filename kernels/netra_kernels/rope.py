@@ -20,6 +20,7 @@ import triton.language as tl
 
 from netra_kernels.hadamard import hadamard, hadamard_ref
 from netra_kernels.kv_codec import LIMIT, MIN_SCALE, PAGE, page_layout
+from netra_kernels.operands import check_pages, check_rows, check_tail
 from netra_kernels.seal import TOKENS, Sealing, fill_page, seal_ref, sizes_of
 
 _NO_PAGES = sizes_of(page_layout("plain", 1, 1))
@@ -216,20 +217,16 @@ def rope(
     num_kv, rotary = k.shape[1], cos_sin.shape[1]
     assert k.shape == v.shape == (num_tokens, num_kv, dim)
     assert dim & (dim - 1) == 0, f"head_dim {dim} is no power of two"
-    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+    check_rows(q, k, v)
     assert (q_weight is None) == (k_weight is None)
     assert (tail is None) == (slot_mapping is None)
-    assert tail is None or (
-        tail.is_contiguous() and tail.shape[2] == num_kv and tail.shape[4] == dim
-    )
-    num_seals, max_seals = (
-        (0, 1) if sealing is None else (sealing.seal_pages.numel(), sealing.seal_pages.shape[1])
-    )
+    if tail is not None:
+        check_tail(tail, num_kv, dim)
+    num_seals, max_seals = 0, 1
     if sealing is not None:
         assert tail is not None, "pages are sealed from the tail"
-        assert sealing.pages.is_contiguous()
-        assert sealing.pages.shape[1:] == sealing.layout.page_shape
-        assert sealing.pages.data_ptr() % 16 == 0, "pages are read 16 bytes at a time"
+        check_pages(sealing.pages, sealing.layout)
+        num_seals, max_seals = sealing.seal_pages.numel(), sealing.seal_pages.shape[1]
     q_out = torch.empty((num_tokens, num_q, dim), dtype=q.dtype, device=q.device)
     k_out = torch.empty((num_tokens, num_kv, dim), dtype=k.dtype, device=k.device)
     q_rotated = torch.empty_like(q_out) if rotate else None

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from netra_kernels.hadamard import hadamard
 from netra_kernels.kv_codec import LIMIT, MIN_SCALE, PAGE, PageLayout, encode_page_ref
+from netra_kernels.operands import check_pages, check_rows, check_tail
 
 TOKENS = 16
 """Tokens per program: a quarter of a page's keys or values of a head fits into registers with any codec."""
@@ -245,18 +246,13 @@ def seal(
     """
     num_seqs, max_seals = seal_pages.shape
     heads, tail_rows, dim = tail.shape[2:]
-    assert (heads, dim) == (layout.num_kv_heads, layout.head_dim)
-    assert pages.is_contiguous()
-    assert tail.is_contiguous()
-    assert pages.shape[1:] == layout.page_shape, (
-        f"pages {tuple(pages.shape)} are not {layout.codec}"
-    )
-    assert pages.data_ptr() % 16 == 0, "pages are read 16 bytes at a time"
+    check_pages(pages, layout)
+    check_tail(tail, layout.num_kv_heads, layout.head_dim)
+    check_rows(k, v)
     has_new = k is not None and v is not None
     assert has_new == (cu_seqlens_q is not None)
     strides = (0, 0, 0, 0)
     if k is not None and v is not None:
-        assert k.stride(2) == v.stride(2) == 1
         strides = (*k.stride()[:2], *v.stride()[:2])
     _seal_kernel[(num_seqs * max_seals * (PAGE // TOKENS), heads * 2)](
         pages, tail, seal_pages, slots, num_sealed, num_tail, k, v, cu_seqlens_q, 1.0 / k_scale, 1.0 / v_scale,
