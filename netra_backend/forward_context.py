@@ -51,15 +51,37 @@ class PageWork:
 
 
 @dataclass(slots=True)
+class Falling:
+    """Sequences in the order of falling counts, for loops over tokens: those with more than t are the first live[t].
+
+    order [num_seqs]: their indices; None if all counts are equal.
+    """
+
+    live: list[int]
+    order: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, counts: list[int], device: torch.device) -> Falling:
+        """The order of `counts`; equal ones stay as they are."""
+        if min(counts) == max(counts):
+            return cls([len(counts)] * counts[0])
+        order = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)
+        live = [sum(count > t for count in counts) for t in range(max(counts))]
+        return cls(live, _int_tensor(order, device))
+
+
+@dataclass(slots=True)
 class ShortRows:
     """All short sequences, padded to `width` = the largest 1 + drafts. Tensors are int64 on the device.
 
-    rows [num_seqs, width]: row of the forward pass (padding repeats the last one); padding [num_seqs, width].
-    flat [num_rows]: where each real row stands in the padded order. slots [num_seqs], and the same as a
+    rows [num_seqs, width]: row of the forward pass (padding repeats the last one).
+    flat [num_rows]: where each real row stands in the padded order; None if nothing is padded.
+    falling: sequences by rows. slots [num_seqs], and the same as a
     range if they are neighbours. write_slots, write_rows [num_rows]: tail row of each token.
     tail_mask [num_seqs, 1, width, num_tail_rows]: 0 or -inf; None if all see everything.
-    num_replay [num_seqs]: records to absorb before this step. tail_index: row numbers of write_slots and
-    write_rows in a layer's tails; row_mask: tail_mask for all rows of a KV head. The first layer works out both.
+    num_replay [num_seqs]: records to absorb before this step; replay: sequences by them. tail_index: row numbers
+    of write_slots and write_rows in a layer's tails; row_mask: tail_mask for all rows of a KV head. The first layer
+    works out both.
     checkpoints: (sequence, records absorbed, checkpoint id) where the recurrent state is to be copied.
     """
 
@@ -67,8 +89,8 @@ class ShortRows:
     width: int
     num_rows: int
     rows: torch.Tensor
-    padding: torch.Tensor | None
-    flat: torch.Tensor
+    flat: torch.Tensor | None
+    falling: Falling
     slots: torch.Tensor
     slot_range: tuple[int, int] | None
     write_slots: torch.Tensor
@@ -77,7 +99,7 @@ class ShortRows:
     tail_mask: torch.Tensor | None
     pages: PageWork | None
     num_replay: torch.Tensor
-    max_replay: int
+    replay: Falling
     tail_index: torch.Tensor | None = None
     row_mask: torch.Tensor | None = None
     checkpoints: list[tuple[int, int, int]] = field(default_factory=list)
@@ -251,8 +273,8 @@ def _short_rows(
         width=width,
         num_rows=start,
         rows=torch.tensor(rows, dtype=torch.int64, device=device),
-        padding=_padding(counts, width, device),
-        flat=_int_tensor(flat, device),
+        flat=_int_tensor(flat, device) if start < width * len(counts) else None,
+        falling=Falling.of(counts, device),
         slots=_int_tensor(slots, device),
         slot_range=(slots[0], slots[0] + len(slots)) if is_range else None,
         write_slots=_int_tensor(write_slots, device),
@@ -261,15 +283,8 @@ def _short_rows(
         tail_mask=_tail_mask(tails, width, num_tail_rows, device),
         pages=pages,
         num_replay=_int_tensor(replay, device),
-        max_replay=max(replay),
+        replay=Falling.of(replay, device),
     )
-
-
-def _padding(counts: list[int], width: int, device: torch.device) -> torch.Tensor | None:
-    if min(counts) == width:
-        return None
-    lengths = _int_tensor(counts, device)
-    return torch.arange(width, device=device) >= lengths[:, None]
 
 
 def _tail_mask(

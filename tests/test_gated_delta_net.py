@@ -62,7 +62,9 @@ def test_chunks_and_steps_equal_the_definition(correlation: float, decay: float)
     assert error_ratio(chunked(state, *inputs), expected_out) < 2e-5
     assert error_ratio(state, expected_state) < 2e-5
     state = start[None].clone()
-    assert error_ratio(recurrent(state, *(x[None] for x in inputs))[0], expected_out) < 2e-5
+    assert (
+        error_ratio(recurrent(state, *(x[None] for x in inputs), [1] * 200)[0], expected_out) < 2e-5
+    )
     assert error_ratio(state[0], expected_state) < 2e-5
 
 
@@ -101,15 +103,22 @@ def test_replaying_equals_computing_bit_for_bit() -> None:
     q, k, v, g, beta = (x[None] for x in make_inputs(9, 0.5, 0.05))
     computed = torch.randn(1, HEADS, KEY_DIM, VALUE_DIM)
     replayed = computed.clone()
-    recurrent(computed, q, k, v, g, beta)
+    recurrent(computed, q, k, v, g, beta, [1] * 9)
     for t in range(9):
         recurrent_step(replayed, k[:, t], v[:, t], g[:, t], beta[:, t])
     assert torch.equal(computed, replayed)
 
 
-def test_padding_leaves_the_state_untouched_bit_for_bit() -> None:
-    _, k, v, g, beta = make_inputs(1, 0.0, 0.05)
-    state = torch.randn(1, HEADS, KEY_DIM, VALUE_DIM)
-    before = state.clone()
-    recurrent_step(state, k, v, torch.zeros_like(g), torch.zeros_like(beta))
-    assert torch.equal(state, before)
+def test_sequences_of_fewer_tokens_are_left_alone_bit_for_bit() -> None:
+    """Together, by falling counts, each gets the state and the outputs that it gets alone."""
+    counts = (5, 2, 2, 1)
+    inputs = [make_inputs(5, 0.5, 0.05, seed) for seed in range(len(counts))]
+    together = [torch.stack(parts) for parts in zip(*inputs, strict=True)]
+    state = torch.randn(len(counts), HEADS, KEY_DIM, VALUE_DIM)
+    alone = state.clone()
+    out = recurrent(state, *together, [4, 3, 1, 1, 1])
+    for index, count in enumerate(counts):
+        parts = (part[index : index + 1, :count] for part in together)
+        expected = recurrent(alone[index : index + 1], *parts, [1] * count)
+        assert torch.equal(out[index, :count], expected[0])
+    assert torch.equal(state, alone)

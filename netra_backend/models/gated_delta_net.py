@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from netra_backend.cache.state_pool import LayerState
 from netra_backend.config import ModelConfig
-from netra_backend.forward_context import ChunkRows, ForwardContext, ShortRows
+from netra_backend.forward_context import ChunkRows, Falling, ForwardContext, ShortRows
 from netra_backend.models.weights import Weights
 from netra_backend.ops import Linear, RmsNorm, chunked, recurrent, recurrent_step
 
@@ -81,7 +81,7 @@ class GatedDeltaNet:
         width = short.width
         slots: torch.Tensor | slice = slice(*short.slot_range) if short.slot_range else short.slots
         shape = (short.num_seqs, width)
-        if short.padding is not None:
+        if short.flat is not None:
             rows = short.rows.flatten()
             mixed, gates = mixed[rows], gates[rows]
         gates = gates.view(*shape, 2, -1)
@@ -93,7 +93,7 @@ class GatedDeltaNet:
         q, k, v = self._convolve(inputs)
 
         committed = state.states[slots].float()
-        self._absorb(committed, slots, short.num_replay, short.max_replay, state, short.checkpoints)
+        self._absorb(committed, slots, short.replay, state, short.checkpoints)
         for index, count, checkpoint_id in short.checkpoints:
             state.saved_columns[checkpoint_id] = columns[index, count : count + taps]
         state.states[slots] = committed.to(state.states.dtype)
@@ -101,10 +101,24 @@ class GatedDeltaNet:
         state.keys[slots, :width] = k
         state.values[slots, :width] = v
         state.gates[slots, :width] = gates
+        order = short.falling.order
+        if order is None:
+            committed = committed.clone()
+        else:
+            committed, q, k, v, gates = (x[order] for x in (committed, q, k, v, gates))
         out = recurrent(
-            committed.clone(), self._spread(q), self._spread(k), v, gates[:, :, 0], gates[:, :, 1]
-        ).flatten(0, 1)
-        return out if short.padding is None else out[short.flat]
+            committed,
+            self._spread(q),
+            self._spread(k),
+            v,
+            gates[:, :, 0],
+            gates[:, :, 1],
+            short.falling.live,
+        )
+        if order is not None:
+            out = torch.empty_like(out).index_copy_(0, order, out)
+        out = out.flatten(0, 1)
+        return out if short.flat is None else out[short.flat]
 
     def _chunk(
         self, mixed: torch.Tensor, gates: torch.Tensor, chunk: ChunkRows, state: LayerState
@@ -115,8 +129,7 @@ class GatedDeltaNet:
         inputs = torch.cat((window, mixed[None]), 1)
         q, k, v = (x[0] for x in self._convolve(inputs))
         committed = state.states[slot].float()
-        num_replay = torch.tensor([chunk.num_replay], device=mixed.device)
-        self._absorb(committed, slot, num_replay, chunk.num_replay, state, [])
+        self._absorb(committed, slot, Falling([1] * chunk.num_replay), state, [])
         q, k = self._spread(q), self._spread(k)
         out, done = [], 0
         for stop, checkpoint_id in [*chunk.checkpoints, (len(mixed), -1)]:
@@ -137,24 +150,30 @@ class GatedDeltaNet:
         self,
         committed: torch.Tensor,
         slots: torch.Tensor | slice,
-        num_replay: torch.Tensor,
-        max_replay: int,
+        replay: Falling,
         state: LayerState,
         checkpoints: list[tuple[int, int, int]],
     ) -> None:
-        """Absorb each slot's first `num_replay` records into `committed`, in place, and copy the states that
-        `checkpoints` (index, records absorbed, checkpoint id) names on the way."""
-        if max_replay == 0:
+        """Absorb each slot's first records, as many as `replay` counts, into `committed`, in place, and copy the
+        states that `checkpoints` (index, records absorbed, checkpoint id) names on the way."""
+        num_records = len(replay.live)
+        if num_records == 0:
             return
-        keys = self._spread(state.keys[slots, :max_replay].float())
-        values = state.values[slots, :max_replay].float()
-        live = torch.arange(max_replay, device=committed.device) < num_replay[:, None]
-        gates = state.gates[slots, :max_replay] * live[..., None, None]
-        for t in range(max_replay):
-            recurrent_step(committed, keys[:, t], values[:, t], gates[:, t, 0], gates[:, t, 1])
-            for index, count, checkpoint_id in checkpoints:
+        keys = self._spread(state.keys[slots, :num_records].float())
+        values = state.values[slots, :num_records].float()
+        gates = state.gates[slots, :num_records]
+        states, order = committed, replay.order
+        if order is not None:
+            states, keys, values, gates = (x[order] for x in (states, keys, values, gates))
+            places = {index: place for place, index in enumerate(order.tolist())}
+            checkpoints = [(places[index], *rest) for index, *rest in checkpoints]
+        for t, n in enumerate(replay.live):
+            recurrent_step(states[:n], keys[:n, t], values[:n, t], gates[:n, t, 0], gates[:n, t, 1])
+            for place, count, checkpoint_id in checkpoints:
                 if count == t + 1:
-                    state.saved_states[checkpoint_id] = committed[index]
+                    state.saved_states[checkpoint_id] = states[place]
+        if order is not None:
+            committed.index_copy_(0, order, states)
 
     def _convolve(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v (float32 [batch, num_tokens, heads, dim], q and k normalised, q scaled) of the columns

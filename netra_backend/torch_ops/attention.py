@@ -72,7 +72,7 @@ def _short_attention(
         .permute(0, 3, 1, 2, 4)
         .reshape(-1, num_heads, head_dim)
     )
-    return out if short.padding is None else out[short.flat]
+    return out if short.flat is None else out[short.flat]
 
 
 def _rows_by_kv_head(q: torch.Tensor, short: ShortRows, num_kv_heads: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _rows_by_kv_head(q: torch.Tensor, short: ShortRows, num_kv_heads: int) -> to
     head_dim = q.shape[-1]
     if short.width == 1:
         return q.view(short.num_seqs, num_kv_heads, -1, head_dim)
-    padded = q if short.padding is None else q[short.rows.flatten()]
+    padded = q if short.flat is None else q[short.rows.flatten()]
     return (
         padded.view(short.num_seqs, short.width, num_kv_heads, -1, head_dim)
         .permute(0, 2, 3, 1, 4)

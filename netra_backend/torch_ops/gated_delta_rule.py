@@ -19,8 +19,7 @@ def recurrent_step(
 ) -> None:
     """Absorb one token into `state` [batch, heads, key_dim, value_dim] in place.
 
-    k [batch, heads, key_dim], v [batch, heads, value_dim], g and beta [batch, heads]. A token with g = 0
-    and beta = 0 leaves the state as it was, which is how padding is expressed.
+    k [batch, heads, key_dim], v [batch, heads, value_dim], g and beta [batch, heads].
     """
     state.mul_(g.exp()[..., None, None])
     delta = (v - torch.matmul(k.unsqueeze(-2), state).squeeze(-2)) * beta.unsqueeze(-1)
@@ -34,16 +33,17 @@ def recurrent(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
+    live: list[int],
 ) -> torch.Tensor:
     """Run tokens one by one; `state` is changed in place. Returns [batch, num_tokens, heads, value_dim].
 
     q, k [batch, num_tokens, heads, key_dim], v [batch, num_tokens, heads, value_dim], g, beta
-    [batch, num_tokens, heads].
+    [batch, num_tokens, heads]. Of token t only the first live[t] of the batch are computed; the rest is undefined.
     """
     out = torch.empty_like(v)
-    for t in range(q.shape[1]):
-        recurrent_step(state, k[:, t], v[:, t], g[:, t], beta[:, t])
-        out[:, t] = torch.matmul(q[:, t].unsqueeze(-2), state).squeeze(-2)
+    for t, n in enumerate(live):
+        recurrent_step(state[:n], k[:n, t], v[:n, t], g[:n, t], beta[:n, t])
+        out[:n, t] = torch.matmul(q[:n, t].unsqueeze(-2), state[:n]).squeeze(-2)
     return out
 
 
