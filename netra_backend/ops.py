@@ -11,12 +11,13 @@ import torch.nn.functional as F
 
 from netra_backend.torch_ops.attention import paged_attention
 from netra_backend.torch_ops.fused_moe import fused_moe
-from netra_backend.torch_ops.gated_delta_rule import chunked, recurrent, recurrent_step
+from netra_backend.torch_ops.gated_delta_rule import by_token, chunked, recurrent, recurrent_step
 
 __all__ = [
     "Linear",
     "RmsNorm",
     "apply_rope",
+    "by_token",
     "chunked",
     "fused_moe",
     "paged_attention",

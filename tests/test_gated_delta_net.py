@@ -7,7 +7,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from netra_backend.torch_ops.gated_delta_rule import CHUNK, chunked, recurrent, recurrent_step
+from netra_backend.forward_context import Falling
+from netra_backend.torch_ops.gated_delta_rule import (
+    CHUNK,
+    by_token,
+    chunked,
+    recurrent,
+    recurrent_step,
+)
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 32, 16
 
@@ -104,8 +111,8 @@ def test_replaying_equals_computing_bit_for_bit() -> None:
     computed = torch.randn(1, HEADS, KEY_DIM, VALUE_DIM)
     replayed = computed.clone()
     recurrent(computed, q, k, v, g, beta, [1] * 9)
-    for t in range(9):
-        recurrent_step(replayed, k[:, t], v[:, t], g[:, t], beta[:, t])
+    for token in by_token([1] * 9, replayed, k, v, g.exp().unsqueeze(-1), beta.unsqueeze(-1)):
+        recurrent_step(*token)
     assert torch.equal(computed, replayed)
 
 
@@ -122,3 +129,14 @@ def test_sequences_of_fewer_tokens_are_left_alone_bit_for_bit() -> None:
         expected = recurrent(alone[index : index + 1], *parts, [1] * count)
         assert torch.equal(out[index, :count], expected[0])
     assert torch.equal(state, alone)
+
+
+def test_sequences_fall_by_count_and_equal_counts_stay() -> None:
+    falling = Falling.of([1, 3, 0, 3], torch.device("cpu"))
+    assert falling.order is not None
+    assert falling.order.tolist() == [1, 3, 0, 2]
+    assert falling.live == [3, 2, 2]
+    even = Falling.of([2, 2], torch.device("cpu"))
+    assert even.order is None
+    assert even.live == [2, 2]
+    assert Falling.of([0, 0], torch.device("cpu")).live == []

@@ -17,7 +17,7 @@ from netra_backend.cache.state_pool import LayerState
 from netra_backend.config import ModelConfig
 from netra_backend.forward_context import ChunkRows, Falling, ForwardContext, ShortRows
 from netra_backend.models.weights import Weights
-from netra_backend.ops import Linear, RmsNorm, chunked, recurrent, recurrent_step
+from netra_backend.ops import Linear, RmsNorm, by_token, chunked, recurrent, recurrent_step
 
 _NORM_EPS = 1e-6  # of the l2 norm of q and k, as in transformers' l2norm
 
@@ -166,11 +166,13 @@ class GatedDeltaNet:
         if order is not None:
             states, keys, values, gates = (x[order] for x in (states, keys, values, gates))
             places = {index: place for place, index in enumerate(order.tolist())}
-            checkpoints = [(places[index], *rest) for index, *rest in checkpoints]
-        for t, n in enumerate(replay.live):
-            recurrent_step(states[:n], keys[:n, t], values[:n, t], gates[:n, t, 0], gates[:n, t, 1])
+            checkpoints = [(places[index], count, id_) for index, count, id_ in checkpoints]
+        decays, betas = gates[:, :, 0, :, None].exp(), gates[:, :, 1, :, None]
+        tokens = by_token(replay.live, states, keys, values, decays, betas)
+        for num_absorbed, token in enumerate(tokens, 1):
+            recurrent_step(*token)
             for place, count, checkpoint_id in checkpoints:
-                if count == t + 1:
+                if count == num_absorbed:
                     state.saved_states[checkpoint_id] = states[place]
         if order is not None:
             committed.index_copy_(0, order, states)
