@@ -264,9 +264,7 @@ def tail_rows(max_draft_tokens: int) -> int:
 
 
 def ring_tail_rows(max_draft_tokens: int) -> int:
-    """The same where one launch seals a full page and writes a token and its drafts, each row no other's: the page may
-    wait with as many accepted drafts behind it.
-    """
+    """The same where one launch seals a page, behind which as many drafts may wait, and writes a token and its drafts."""
     return tail_rows(2 * max_draft_tokens + 1)
 
 
