@@ -137,10 +137,10 @@ def sum_layers(name: str, parts: list[tuple[int, Make]], device: torch.device, r
     )
 
 
-def section_rows(section: str, b: Builder, rates: Rates) -> Iterator[Row]:
+def section_rows(section: str, b: Builder, rates: Rates, graphs: bool) -> Iterator[Row]:
     """The rows of one section, each as soon as it is there. KeyError for an unknown section."""
     if section == "steps":
-        yield from step_rows(b.device, rates, dry=b.s is TINY)
+        yield from step_rows(b.device, rates, b.s is TINY, graphs)
     elif section == "layers":
         for name, parts in layers(b):
             yield attempt(name, partial(sum_layers, name, parts, b.device, rates))
@@ -168,6 +168,11 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--seconds", type=float, default=400.0, help="start nothing new after this")
     parser.add_argument("--output", type=Path, default=Path("h200_check.json"))
+    parser.add_argument(
+        "--graphs",
+        action="store_true",
+        help="whole steps replay the runner's graphs: recording takes a while",
+    )
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.seconds
@@ -190,7 +195,7 @@ def main(arguments: list[str]) -> int:
         report.add(attempt("compiled ahead", partial(compile_ahead, cores)))
     for section in options.sections.split(","):
         started = time.monotonic()
-        for row in section_rows(section, Builder(shapes, device), rates):
+        for row in section_rows(section, Builder(shapes, device), rates, options.graphs):
             report.add(row)
             if time.monotonic() > deadline:
                 break

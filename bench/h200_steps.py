@@ -121,7 +121,7 @@ class Forward:
 
     def __init__(self, runner: KernelRunner, batch: Batch) -> None:
         self._runner = runner
-        self._step = runner._prepare(batch, batch.scheduled)
+        self._step = runner._prepare(batch, batch.scheduled, None)
         self.logits = torch.empty(0)
 
     def __call__(self) -> None:
@@ -133,7 +133,7 @@ class Forward:
 class Steps:
     """The runner and its floors. Raises what building them raises."""
 
-    def __init__(self, device: torch.device, rates: Rates, dry: bool) -> None:
+    def __init__(self, device: torch.device, rates: Rates, dry: bool, graphs: bool) -> None:
         self._device, self._rates = device, rates
         steps = loads(dry)
         users = max(load.users for load in steps)
@@ -146,6 +146,7 @@ class Steps:
             knobs = EngineConfig(
                 checkpoint=folder, dtype="bfloat16", kv_cache_dtype=CODEC, kv_cache_memory="8MiB" if dry else "0.8",
                 max_num_seqs=users, num_draft_tokens=drafts, speculation="ngram", num_prefix_checkpoints=1,
+                enable_cuda_graphs=graphs,
             )  # fmt: skip
             weights = RandomWeights(torch.bfloat16, device)
             self._runner = KernelRunner(knobs, Path(folder), frozenset(), device, weights=weights)
@@ -197,13 +198,13 @@ class Steps:
         return 1e3 * sorted(seconds)[len(seconds) // 2]
 
 
-def step_rows(device: torch.device, rates: Rates, dry: bool) -> Iterator[Row]:
-    """One row per load; one row that failed if there is no runner."""
+def step_rows(device: torch.device, rates: Rates, dry: bool, graphs: bool) -> Iterator[Row]:
+    """One row per load; one row that failed if there is no runner. graphs: whether whole steps replay the runner's own."""
     made: list[Steps] = []
 
     def build() -> Row:
         start = time.perf_counter()
-        made.append(Steps(device, rates, dry))
+        made.append(Steps(device, rates, dry, graphs))
         return Row("runner with random weights", wall_ms=1e3 * (time.perf_counter() - start))
 
     try:

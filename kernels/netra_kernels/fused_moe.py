@@ -117,6 +117,8 @@ def _gate_up_kernel(
     i_expert, o_row, n_blocks = _find_block(
         p_members, p_counts, i_b, num_rows, SLOTS, NUM_EXPERTS, EXPERTS, BM
     )
+    if i_n == 0 and i_b == 0:
+        tl.store(p_num_blocks, n_blocks)  # none if all tokens are padding
     if i_b >= n_blocks:
         return
     AXIS: tl.constexpr = 0 if SWAP else 1
@@ -125,8 +127,6 @@ def _gate_up_kernel(
     if i_n == 0:  # for the down launch
         tl.store(p_rows + o_m, o_row)
         tl.store(p_block_experts + i_b, i_expert)
-        if i_b == 0:
-            tl.store(p_num_blocks, n_blocks)
     i_e = i_expert.to(tl.int64)
     o_n, o_k = i_n * BN + tl.arange(0, BN), tl.arange(0, BK)
     live = o_row < num_rows
@@ -173,11 +173,11 @@ def _down_kernel(
     SWAP: tl.constexpr, FP8: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     i_n, i_b = tl.program_id(0), tl.program_id(1)
-    if i_b >= tl.load(p_num_blocks):
-        return
     if i_n == 0 and i_b == 0:  # read by gate_up alone; ready for the next routing
         o_e = tl.arange(0, EXPERTS)
         tl.store(p_counts + o_e, tl.zeros([EXPERTS], tl.int32), mask=o_e < NUM_EXPERTS)
+    if i_b >= tl.load(p_num_blocks):
+        return
     AXIS: tl.constexpr = 0 if SWAP else 1
     STEPS: tl.constexpr = (INTER + 127) // 128
     HIGH: tl.constexpr = (HIDDEN + 127) // 128

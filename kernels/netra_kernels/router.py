@@ -2,9 +2,9 @@
 
 logits [num_tokens, num_experts] -> Routing: softmax in float32, the top_k largest (equal ones: lower id first),
 renormalised. With shared_logits [num_tokens] a last column holds expert num_experts (the shared one) with weight
-sigmoid(logit). Tokens from num_live int32 [1] on are padding: they go where token 0 goes, so that they ask for no
-other expert. A row is token * slots + slot. Rows take their places in their expert's list by an atomic count: their
-order may vary, what an expert makes of a row does not depend on it. Does not know what an expert computes.
+sigmoid(logit). A row is token * slots + slot. Rows take their places in their expert's list by an atomic count: their
+order may vary, what an expert makes of a row does not depend on it. Tokens from num_live int32 [1] on are padding: their
+rows are in no list, their experts and weights mean nothing. Does not know what an expert computes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ def route_ref(
     counts: torch.Tensor | None = None,
 ) -> Routing:
     """Reference of `route`; it has no use for counts. members past an expert's count: -1."""
-    if num_live is not None:
-        source = torch.arange(len(logits), device=logits.device)
-        source = torch.where(source < num_live, source, 0)
-        logits = logits[source]
-        shared_logits = None if shared_logits is None else shared_logits[source]
     probabilities = logits.float().softmax(-1)
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = probabilities.gather(1, order)
@@ -50,11 +45,14 @@ def route_ref(
         shared = torch.full_like(order[:, :1], logits.shape[1])
         order = torch.cat([order, shared], dim=1)
         weights = torch.cat([weights, shared_logits.float().sigmoid()[:, None]], dim=1)
-    return Routing(order.int(), weights, *_members_ref(order, num_experts))
+    live = len(logits) if num_live is None else int(num_live)
+    return Routing(order.int(), weights, *_members_ref(order, num_experts, live))
 
 
-def _members_ref(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    owners, rows = experts.flatten().sort(stable=True)
+def _members_ref(
+    experts: torch.Tensor, num_experts: int, num_live: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    owners, rows = experts[:num_live].flatten().sort(stable=True)
     counts = torch.bincount(owners, minlength=num_experts)
     ranks = torch.arange(len(owners), device=owners.device) - (counts.cumsum(0) - counts)[owners]
     members = torch.full((num_experts, len(experts)), -1, dtype=torch.int32, device=owners.device)
@@ -72,10 +70,7 @@ def _route_kernel(
     o_e = tl.arange(0, EXPERTS)
     live = o_t < num_tokens
     mask = live[:, None] & (o_e < NUM_EXPERTS)[None, :]
-    o_source = o_t
-    if HAS_LIVE:
-        o_source = tl.where(o_t < tl.load(p_num_live), o_t, 0)
-    o_logit = o_source[:, None] * stride_logits + o_e[None, :]
+    o_logit = o_t[:, None] * stride_logits + o_e[None, :]
     b_logit = tl.load(p_logits + o_logit, mask=mask, other=-float("inf")).to(tl.float32)
     # -0.0 and 0.0 must tie; then order as unsigned integers, ties to the lower expert
     b_bits = (b_logit + 0.0).to(tl.int32, bitcast=True)
@@ -97,21 +92,25 @@ def _route_kernel(
     b_weight = tl.exp(b_value - tl.max(b_value, 1)[:, None])
     b_weight = b_weight / tl.sum(b_weight, 1)[:, None]
     if HAS_SHARED:
-        b_gate = tl.load(p_shared + o_source * stride_shared, mask=live, other=0.0).to(tl.float32)
+        b_gate = tl.load(p_shared + o_t * stride_shared, mask=live, other=0.0).to(tl.float32)
         b_weight = tl.where((o_s == TOP_K)[None, :], tl.sigmoid(b_gate)[:, None], b_weight)
     o_row = o_t[:, None] * SLOTS + o_s[None, :]
     kept = live[:, None] & (o_s < SLOTS)[None, :]
     tl.store(p_experts + o_row, b_expert, mask=kept)
     tl.store(p_weights + o_row, b_weight, mask=kept)
-    drawn = live[:, None] & (o_s < TOP_K)[None, :]
+    n_live = num_tokens
+    if HAS_LIVE:
+        n_live = tl.load(p_num_live)
+    listed = (o_t < n_live)[:, None] & kept
+    drawn = listed & (o_s < TOP_K)[None, :]
     b_one = tl.full([ROWS, COLUMNS], 1, tl.int32)
     b_place = tl.atomic_add(p_counts + b_expert, b_one, mask=drawn, sem="relaxed").to(tl.int64)
     if HAS_SHARED:  # every token's
         b_place = tl.where((o_s == TOP_K)[None, :], o_t[:, None], b_place)
         if tl.program_id(0) == 0:
-            tl.store(p_counts + NUM_EXPERTS, num_tokens)
+            tl.store(p_counts + NUM_EXPERTS, n_live)
     o_member = b_expert.to(tl.int64) * num_tokens + b_place
-    tl.store(p_members + o_member, o_row.to(tl.int32), mask=kept)
+    tl.store(p_members + o_member, o_row.to(tl.int32), mask=listed)
 
 
 def route(
@@ -141,7 +140,6 @@ def route(
         logits, shared_logits, num_live, experts, weights, members, counts, num_tokens, logits.stride(0),
         0 if shared_logits is None else shared_logits.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, SLOTS=slots,
-        COLUMNS=triton.next_power_of_2(slots), ROWS=4, HAS_SHARED=has_shared,
-        HAS_LIVE=num_live is not None, num_warps=4,
+        COLUMNS=triton.next_power_of_2(slots), ROWS=4, HAS_SHARED=has_shared, HAS_LIVE=num_live is not None, num_warps=4,
     )  # fmt: skip
     return Routing(experts, weights, members, counts)

@@ -127,9 +127,7 @@ class GatedDeltaChunk(Protocol):
 
 
 class Route(Protocol):
-    """Experts and weights of every token, the shared expert last; and the rows of every expert. Padding goes where token 0
-    goes.
-    """
+    """Experts and weights of every token, the shared expert last; and the rows of every expert, without those of padding."""
 
     def __call__(
         self, logits: Tensor, top_k: int, shared_logits: Tensor | None = None, num_live: Tensor | None = None,

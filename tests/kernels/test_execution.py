@@ -176,6 +176,16 @@ def test_mtp_over_quantised_pages_follows_the_references(fp8):
     assert seen[1][2].error(seen[0][2]) < INNER_ERROR
 
 
+def test_an_fp8_head_of_kernels_is_that_of_the_references(fp8):
+    """Rows quantised and multiplied by the kernels, with a number of rows that fills no block."""
+    hidden = torch.randn(3, 128)
+    mine, expected = (
+        kernel_runner(fp8, ops, lm_head_dtype="fp8")._model.logits(hidden)
+        for ops in (KERNELS, REFERENCES)
+    )
+    assert relative_error(mine, expected) < 1e-5
+
+
 def test_a_padded_bucket_gives_the_numbers_of_an_exact_fit(plain):
     """Rows, sequences, splits and page columns past those in use; a page is sealed. The draft layer follows."""
     runner = kernel_runner(plain, speculation="mtp", num_draft_tokens=2, max_model_len=320)
@@ -201,16 +211,6 @@ def test_a_padded_bucket_gives_the_numbers_of_an_exact_fit(plain):
     for old, new in zip(before, found[1][2:], strict=True):
         changed = {i for i in range(len(old)) if not torch.equal(old[i], new[i])}
         assert changed <= ({1, 3} if len(old) == runner.plan.num_slots else {7})
-
-
-def test_an_fp8_head_of_kernels_is_that_of_the_references(fp8):
-    """Rows quantised and multiplied by the kernels, with a number of rows that fills no block."""
-    hidden = torch.randn(3, 128)
-    mine, expected = (
-        kernel_runner(fp8, ops, lm_head_dtype="fp8")._model.logits(hidden)
-        for ops in (KERNELS, REFERENCES)
-    )
-    assert relative_error(mine, expected) < 1e-5
 
 
 def test_a_prefix_hit_restores_the_checkpoint(plain, monkeypatch):

@@ -68,6 +68,22 @@ def test_the_order_of_an_experts_rows_does_not_matter(monkeypatch, num_tokens):
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("num_live", [0, 3])
+def test_padding_is_not_computed(num_live):
+    """The rows in use are those of a batch without padding; with nothing but padding counts are left zero too."""
+    layer = fp8_layer(5, 128, 64)
+    x, scales = quantize_fp8_ref(torch.randn(9, 128))
+    logits, gate = torch.randn(9, 4), torch.randn(9)
+    routing = route(logits, 2, gate, torch.tensor([num_live], dtype=torch.int32))
+    padded = fused_moe(x, scales, routing, layer)
+    assert not routing.counts.any()
+    if num_live:
+        alone = route(logits[:num_live], 2, gate[:num_live])
+        assert torch.equal(
+            padded[:num_live], fused_moe(x[:num_live], scales[:num_live], alone, layer)
+        )
+
+
 def test_result_of_a_token_does_not_depend_on_its_neighbours():
     layer = fp8_layer(3, 128, 64)
     x, scales = quantize_fp8_ref(torch.randn(9, 128))
