@@ -290,9 +290,8 @@ def state_bytes(
     columns = layout.conv_columns * model.conv_channels * element_bytes
     vectors = model.linear_num_key_heads * key_dim + heads * model.linear_value_head_dim
     records = layout.num_records * (vectors * element_bytes + 2 * heads * _FLOAT32_BYTES)
-    return _recurrent_bytes(model, state_element_bytes) + model.num_linear_layers * (
-        columns + records
-    )
+    layers = model.num_linear_layers * (columns + records)
+    return _recurrent_bytes(model, state_element_bytes) + layers
 
 
 def checkpoint_bytes(model: ModelConfig, element_bytes: int, state_element_bytes: int) -> int:
@@ -395,9 +394,7 @@ def _does_not_fit(plan: MemoryPlan, needed: int) -> str:
         f"kv_cache_memory gives {plan.budget_bytes:,} bytes; {plan.num_slots} slots (max_num_seqs) take "
         f"{plan.num_slots * plan.slot_bytes:,} (tail {plan.tail_bytes:,} and state {plan.state_bytes:,} each), "
         f"{plan.num_checkpoints} checkpoints {plan.num_checkpoints * plan.checkpoint_bytes:,}, "
-        f"{plan.num_opening_pages} first pages {plan.num_opening_pages * plan.opening_bytes:,}, "
-        f"steps {plan.reserved_bytes:,}, and "
+        f"{plan.num_opening_pages} first pages {plan.num_opening_pages * plan.opening_bytes:,}, steps {plan.reserved_bytes:,}, and "
         f"{needed} {plan.kv.codec} pages of {plan.page_bytes:,} bytes (max_model_len {plan.max_model_len}) do "
-        "not fit into the rest: lower max_num_seqs or max_model_len, choose a smaller kv_cache_dtype, or "
-        "raise kv_cache_memory"
+        "not fit into the rest: lower max_num_seqs or max_model_len, choose a smaller kv_cache_dtype, or raise kv_cache_memory"
     )

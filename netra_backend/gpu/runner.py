@@ -107,12 +107,13 @@ class KernelRunner:
         recorder = recorder or recorder_of(config, device)
         sizes = (config.max_num_seqs, drafts.max_draft_tokens, config.max_num_batched_tokens)
         buckets = make_buckets(*sizes) if recorder else []
+        head = self._load_head(drafts, checkpoint)  # before the free memory is measured
         self._allocate(config, buckets)
         self._draw = KernelDraw(ops.sample)
         self._sampler = Sampler(model_config.vocab_size, eos_token_ids, device, self._draw)
         self._current = StepInputs([], 0, torch.empty(0, dtype=torch.int64))
         self._mtp: KernelMtpProposer | None = None
-        self.proposer = self._make_proposer(drafts, checkpoint)
+        self.proposer = self._make_proposer(drafts, head)
         self._graphs = StepGraphs()
         if recorder is not None:
             self._record(recorder, buckets, config.max_num_seqs)
@@ -155,21 +156,24 @@ class KernelRunner:
             model, self.plan, layout, self._dtype, state_dtype, saved_dtype, self._device
         )
 
-    def _make_proposer(self, drafts: DraftPlan, checkpoint: Path) -> Proposer | None:
+    def _load_head(self, drafts: DraftPlan, checkpoint: Path) -> KernelMtpHead | None:
         if not drafts.has_cache:
-            return NgramProposer() if drafts.with_lookup else None
-        weights = Weights(checkpoint, self._dtype, self._device, self.model_config.fp8_block)
+            return None
         if self.model_config.num_mtp_layers != 1:
             raise ConfigError(
                 f"speculation='mtp': the checkpoint has {self.model_config.num_mtp_layers} MTP layers"
             )
-        mtp = self._mtp = self._mtp_proposer(weights)
-        weights.finish(("model.", "lm_head.", "visual."))
-        return LookupFirst(NgramProposer(LOOKUP_BEFORE_MODEL), mtp) if drafts.with_lookup else mtp
-
-    def _mtp_proposer(self, weights: WeightSource) -> KernelMtpProposer:
+        weights = Weights(checkpoint, self._dtype, self._device, self.model_config.fp8_block)
         head = KernelMtpHead(weights, self._model)
-        return KernelMtpProposer(head, self._model, self._draft_caches[0], lambda: self._current)
+        weights.finish(("model.", "lm_head.", "visual."))
+        return head
+
+    def _make_proposer(self, drafts: DraftPlan, head: KernelMtpHead | None) -> Proposer | None:
+        if head is None:
+            return NgramProposer() if drafts.with_lookup else None
+        cache = self._draft_caches[0]
+        mtp = self._mtp = KernelMtpProposer(head, self._model, cache, lambda: self._current)
+        return LookupFirst(NgramProposer(LOOKUP_BEFORE_MODEL), mtp) if drafts.with_lookup else mtp
 
     @torch.inference_mode()
     def _record(self, recorder: Recorder, buckets: list[Bucket], max_num_seqs: int) -> None:
