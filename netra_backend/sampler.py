@@ -9,8 +9,8 @@ tokens, parameters and seed; not on the batch, the drafts or earlier preemptions
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -25,17 +25,8 @@ _TOP_CANDIDATES = 32
 """Tokens looked at for top logprobs; at least the most that a request may ask for (20)."""
 
 
-class Draw(Protocol):
-    """See draw.draw."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        maxima: torch.Tensor,
-        rows: list[int],
-        positions: list[int],
-        params: list[DrawParams],
-    ) -> torch.Tensor: ...
+Draw = Callable[[torch.Tensor, torch.Tensor, list[int], list[int], list[DrawParams]], torch.Tensor]
+"""See draw.draw."""
 
 
 @dataclass(slots=True)

@@ -24,7 +24,8 @@ from netra_backend.forward_context import (
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 _MIN_JOINED_PAGES = 8
-"""Pages per sequence from which a call per sequence beats one over all pages (int8, head size 64, 3 KV heads)."""
+"""Pages per sequence from which a call per sequence beats one over all pages (int8, head size 64, 3 KV heads); plain
+pages of sequences with fewer are copied where they lie apart."""
 
 _COPIED_PAGES = 64
 """Plain pages that are copied at a time: they are read again at once, from a cache where they fit."""
@@ -170,6 +171,8 @@ def _each_sequence(
     if work.segments is None:
         _plan_reading(work, cache, queries.shape[2])
     assert work.segments is not None
+    if len(work.copies) == 1 and len(work.copies[0][0]) == len(queries):
+        return _copied(queries, work.copies[0][1], cache)
     out = torch.zeros_like(queries)
     lse = out.new_full(out.shape[:3], float("-inf"))
     for index, segments in work.segments:
@@ -177,14 +180,20 @@ def _each_sequence(
         parts = (cache.pages[segment] for segment in segments)
         out[item], lse[item] = attend_groups(cache.codec, queries[item], parts)
     for owners, matrices in work.copies:
-        copied = cache.pages.view(-1, *cache.pages.shape[-2:]).index_select(0, matrices)
-        keys, values = copied.view(2, len(owners), queries.shape[1], -1, queries.shape[3])
-        whole = len(owners) == len(queries)
-        part, part_lse = _flash(queries if whole else queries.index_select(0, owners), keys, values)
-        if whole:
-            return part, part_lse
+        part, part_lse = _copied(queries.index_select(0, owners), matrices, cache)
         out.index_copy_(0, owners, part)
         lse.index_copy_(0, owners, part_lse)
+    return out, lse
+
+
+def _copied(
+    queries: torch.Tensor, matrices: torch.Tensor, cache: LayerCache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of sequences with as many plain pages each, from a copy of those `matrices` (see _matrices)."""
+    num_seqs, num_kv_heads, _, head_dim = queries.shape
+    copied = cache.pages.view(-1, *cache.pages.shape[-2:]).index_select(0, matrices)
+    keys, values = copied.view(2, num_seqs, num_kv_heads, -1, head_dim)
+    out, lse = _flash(queries, keys, values)
     return out, lse
 
 
